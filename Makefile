@@ -1,0 +1,46 @@
+# Every target sets up what it needs; a second call is quick.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+EXTRAS := trainer,speech,bert,integrations,docs,dev
+
+.PHONY: setup demo test test-slow check bench docs results clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt "torch==2.13.0"
+	$(BIN)/pip install --quiet --constraint constraints.txt hatchling editables
+	$(BIN)/pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[$(EXTRAS)]"
+	touch $(STAMP)
+
+demo: setup
+	$(BIN)/oktopk train --config configs/synth_small.toml
+	$(BIN)/oktopk report --latest
+
+test: setup
+	$(BIN)/python -m pytest -n 2 --dist worksteal --cov --cov-report=term
+	$(BIN)/python -m coverage report --include='src/oktopk/types.py,src/oktopk/errors.py,src/oktopk/config.py,src/oktopk/metrics.py,src/oktopk/selection.py,src/oktopk/partition.py,src/oktopk/feedback.py,src/oktopk/schedule.py,src/oktopk/collectives.py,src/oktopk/reducer.py,src/oktopk/algorithms/*,src/oktopk/wire/*,src/oktopk/transport/*,src/oktopk/kernels/reference.py' --fail-under=95
+
+test-slow: setup
+	$(BIN)/python -m pytest -m slow --timeout 3600
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_layers.py tests/test_public_api.py
+
+bench: setup
+	$(BIN)/oktopk bench all
+
+docs: setup
+	$(BIN)/mkdocs build --strict
+
+results: setup
+	$(BIN)/oktopk results
+
+clean:
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,1 @@
+"""Sparse all-reduce for training neural networks over networks that are slower than the machines."""

@@ -1,0 +1,1 @@
+"""Arguments and words for people."""

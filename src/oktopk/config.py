@@ -1,0 +1,139 @@
+"""Configuration: one frozen dataclass per algorithm, and the paper's presets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Union
+
+from oktopk.errors import ConfigError, nearest
+
+Density = Union[float, Mapping[int, float]]  # a constant, or {step: density from that step on}
+WIRES = ("float32", "float16", "bfloat16", "int8")
+
+
+@dataclass(frozen=True)
+class DenseConfig:
+    """Plain all-reduce: the baseline, and what warm-up uses."""
+
+
+@dataclass(frozen=True)
+class TopkAConfig:
+    """Exact top k of each rank, gathered by all."""
+
+    global_cut: bool = False  # keep only the k largest sums after the gather; fewer updates, same volume
+
+
+@dataclass(frozen=True)
+class TopkDSAConfig:
+    """Exact top k, summed by the owner of each equal region, the union gathered."""
+
+    in_flight: int = 4  # peers served at once; larger = fewer waits, more congestion at one receiver
+
+
+@dataclass(frozen=True)
+class GTopkConfig:
+    """Exact top k merged along a binary tree that keeps k at every node."""
+
+
+@dataclass(frozen=True)
+class GaussianKConfig:
+    """Threshold from mean and standard deviation as if the gradient were normal."""
+
+    split_and_reduce: bool = False  # sum in regions as topkdsa does; less volume when ranks choose alike
+    corrections: int = 4  # passes that move the threshold towards k; more = closer, each costs one scan
+    tolerance: float = 1 / 3  # accept k(1 - tolerance) .. k(1 + tolerance); smaller = closer, more passes
+    in_flight: int = 4  # peers served at once, with split_and_reduce
+
+
+@dataclass(frozen=True)
+class OkTopkConfig:
+    """Ok-Topk (Li and Hoefler, PPoPP'22)."""
+
+    threshold: Literal["fresh", "reused"] = "fresh"  # fresh: exact every step; reused: the paper's periods and nudges
+    reestimate_every: int = 32  # steps between exact thresholds when reused; larger = cheaper, staler (paper: 32, 128)
+    repartition_every: int = 1  # steps between new regions; larger = one small message less, less even (paper: 64)
+    local_nudge: float = 1.012  # factor on a reused local threshold; larger = faster, rougher (paper: 1.012, 1.025)
+    local_keep: tuple[float, float] = (3 / 4, 5 / 4)  # leave it alone inside these multiples of k (paper: 2/3..4/5)
+    global_nudge_up: float = 1.008  # factor when too many survive (paper: 1.008, 1.025)
+    global_nudge_down: float = 1.01  # divisor when too few survive (paper: 1.008 to 1.036)
+    global_keep: tuple[float, float] = (3 / 4, 5 / 4)  # as local_keep, for survivors
+    cap: float = 1.5  # exact threshold at once when more than cap * k are chosen; 1.5 keeps 6k on every step
+    balance_factor: float = 4.0  # even blocks out when the largest exceeds this multiple of the mean (paper: 4)
+    in_flight: int = 4  # peers served at once; larger = fewer waits, more congestion at one receiver
+
+    def __post_init__(self) -> None:
+        if self.threshold not in ("fresh", "reused"):
+            raise ConfigError(f"threshold must be 'fresh' or 'reused', got {self.threshold!r}.")
+        for name in ("reestimate_every", "repartition_every", "in_flight"):
+            require_positive(name, getattr(self, name))
+        if not 1.0 < self.cap:
+            raise ConfigError(f"cap must be above 1, got {self.cap}: it is a multiple of k, e.g. 1.5.")
+        if not 1.0 <= self.balance_factor:
+            raise ConfigError(f"balance_factor must be at least 1, got {self.balance_factor}.")
+
+
+AlgorithmConfig = Union[DenseConfig, TopkAConfig, TopkDSAConfig, GTopkConfig, GaussianKConfig, OkTopkConfig]
+
+
+@dataclass(frozen=True)
+class ReducerConfig:
+    """What every algorithm shares."""
+
+    density: Density = 0.01  # fraction of the gradient each rank sends; smaller = less traffic, later updates
+    warmup_steps: int = 0  # dense steps before sparse ones (paper: 128 LSTM, 512 VGG, 0 BERT)
+    wire: str = "float32"  # how values travel: float32, float16, bfloat16, int8; rounding stays in the residual
+    min_numel: int = 1024  # tensors smaller than this go dense: latency, not volume, is their cost
+    on_nonfinite: Literal["raise", "skip"] = "raise"  # skip: return a non-finite gradient, leave residuals alone
+
+    def __post_init__(self) -> None:
+        for density in self.density.values() if isinstance(self.density, Mapping) else [self.density]:
+            require_density(density)
+        if isinstance(self.density, Mapping) and 0 not in self.density:
+            raise ConfigError(f"a density schedule must start at step 0, got steps {sorted(self.density)}.")
+        if self.warmup_steps < 0:
+            raise ConfigError(f"warmup_steps must be 0 or more, got {self.warmup_steps}.")
+        if self.min_numel < 0:
+            raise ConfigError(f"min_numel must be 0 or more, got {self.min_numel}.")
+        if self.wire not in WIRES:
+            raise ConfigError(f"unknown wire format {self.wire!r}. {nearest(str(self.wire), WIRES)}")
+        if self.on_nonfinite not in ("raise", "skip"):
+            raise ConfigError(f"on_nonfinite must be 'raise' or 'skip', got {self.on_nonfinite!r}.")
+
+
+PAPER_LSTM: dict[str, Any] = dict(
+    warmup_steps=128, density=0.02, threshold="reused", reestimate_every=32, repartition_every=64,
+    local_nudge=1.012, local_keep=(3 / 4, 5 / 4),
+    global_nudge_up=1.008, global_nudge_down=1.01, global_keep=(3 / 4, 5 / 4),
+)  # fmt: skip
+PAPER_VGG: dict[str, Any] = dict(
+    warmup_steps=512, density=0.02, threshold="reused", reestimate_every=32, repartition_every=64,
+    local_nudge=1.012, local_keep=(2 / 3, 5 / 4),
+    global_nudge_up=1.008, global_nudge_down=1.008, global_keep=(2 / 3, 4 / 3),
+)  # fmt: skip
+PAPER_BERT: dict[str, Any] = dict(
+    warmup_steps=0, density=0.01, threshold="reused", reestimate_every=128, repartition_every=64,
+    local_nudge=1.025, local_keep=(4 / 5, 5 / 4),
+    global_nudge_up=1.025, global_nudge_down=1.036, global_keep=(4 / 5, 5 / 4),
+)  # fmt: skip
+
+
+def require_density(density: float) -> None:
+    if isinstance(density, bool) or not isinstance(density, (int, float)) or not 0.0 < density <= 1.0:
+        raise ConfigError(
+            f"density must be in (0, 1], got {density!r}: it is a fraction of the gradient, e.g. 0.01 keeps 1%."
+        )
+
+
+def require_positive(name: str, value: int) -> None:
+    if value < 1:
+        raise ConfigError(f"{name} must be 1 or more, got {value}.")
+
+
+def split_options(options: Mapping[str, Any], *classes: type) -> list[dict[str, Any]]:
+    """Each option in the group of the dataclass that has such a field; an unknown one is an error with a hint."""
+    owned = [{field.name for field in fields(cls)} for cls in classes]
+    for name in options:
+        if not any(name in names for names in owned):
+            raise ConfigError(f"unknown option {name!r}. {nearest(name, set().union(*owned))}")
+    return [{name: value for name, value in options.items() if name in names} for names in owned]

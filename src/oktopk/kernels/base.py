@@ -1,0 +1,62 @@
+"""What every kernel backend offers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from oktopk.types import SparseVector
+
+
+class Kernels(Protocol):
+    """How a tensor is scanned. Results live until the next call of the same kernel: backends re-use their buffers."""
+
+    name: str
+
+    def all_finite(self, x: Tensor) -> bool:
+        """Whether x holds neither NaN nor Inf."""
+        ...
+
+    def accumulate_(self, residual: Tensor, grad: Tensor) -> float:
+        """residual += grad (of any floating dtype); the sum of squares of the result."""
+        ...
+
+    def select_topk(self, x: Tensor, k: int) -> tuple[SparseVector, float]:
+        """The k non-zero entries largest in magnitude (ties: lower index first; all, if fewer than k are non-zero).
+
+        Also the smallest chosen magnitude, 0.0 when nothing is chosen.
+        """
+        ...
+
+    def select_above(self, x: Tensor, threshold: float) -> SparseVector:
+        """Every non-zero entry with |x| >= threshold."""
+        ...
+
+    def count_above(self, x: Tensor, threshold: float) -> int:
+        """How many non-zero entries have |x| >= threshold."""
+        ...
+
+    def magnitude_histogram(self, values: Tensor, shift: int, first: int, bins: int) -> Tensor:
+        """int64 [bins]: how many |values|, as float32 bit patterns shifted right by `shift`, fall on first + i.
+
+        Bit patterns of positive floats are ordered as the floats are. What lies outside is not counted.
+        """
+        ...
+
+    def sum_sparse(self, vectors: Sequence[SparseVector]) -> SparseVector:
+        """The sum over the union of indices, added in the given order. One vector comes back as it is."""
+        ...
+
+    def intersect(self, a: Tensor, b: Tensor) -> Tensor:
+        """int64 positions in `a` of the entries that are in `b` too; both ascending and without repetition."""
+        ...
+
+    def retain_(self, residual: Tensor, sent: SparseVector) -> float:
+        """residual[sent.indices] -= sent.values; by how much the sum of squares of residual changed."""
+        ...
+
+    def fill_(self, out: Tensor, vector: SparseVector, scale: float) -> None:
+        """out = vector * scale, zeros included."""
+        ...

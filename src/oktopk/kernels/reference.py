@@ -1,0 +1,81 @@
+"""The specification of every kernel, in plain torch. Runs on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from oktopk.types import SparseVector, index_dtype
+
+
+class ReferenceKernels:
+    """Plain torch; correct everywhere, fast nowhere."""
+
+    name = "reference"
+
+    def all_finite(self, x: Tensor) -> bool:
+        return bool(torch.isfinite(x).all())
+
+    def accumulate_(self, residual: Tensor, grad: Tensor) -> float:
+        residual.add_(grad)
+        return float(residual.double().square().sum())
+
+    def select_topk(self, x: Tensor, k: int) -> tuple[SparseVector, float]:
+        magnitude = x.abs()
+        k = min(k, int(magnitude.count_nonzero()))
+        if k == 0:
+            return SparseVector.empty(x.numel(), x), 0.0
+        threshold = magnitude.topk(k, sorted=True).values[-1]
+        above = magnitude > threshold
+        # Ties at the threshold fill up what is missing, lower indices first.
+        tied = (magnitude == threshold).nonzero().flatten()[: k - int(above.sum())]
+        above[tied] = True
+        return _gather(x, above.nonzero().flatten()), float(threshold)
+
+    def select_above(self, x: Tensor, threshold: float) -> SparseVector:
+        return _gather(x, _above(x, threshold).nonzero().flatten())
+
+    def count_above(self, x: Tensor, threshold: float) -> int:
+        return int(_above(x, threshold).sum())
+
+    def magnitude_histogram(self, values: Tensor, shift: int, first: int, bins: int) -> Tensor:
+        # Integer bits, not logarithms: exact at the borders of bins, and the same on every device.
+        bin_of = (values.abs().float().view(torch.int32).long() >> shift) - first
+        inside = bin_of[(bin_of >= 0) & (bin_of < bins)]
+        return torch.bincount(inside, minlength=bins)
+
+    def sum_sparse(self, vectors: Sequence[SparseVector]) -> SparseVector:
+        if len(vectors) == 1:
+            return vectors[0]
+        indices = torch.cat([vector.indices for vector in vectors]).unique(sorted=True)
+        values = vectors[0].values.new_zeros(indices.numel())
+        for vector in vectors:
+            values[torch.searchsorted(indices, vector.indices)] += vector.values
+        return SparseVector(indices, values, vectors[0].numel)
+
+    def intersect(self, a: Tensor, b: Tensor) -> Tensor:
+        if b.numel() == 0:
+            return torch.empty(0, dtype=torch.int64, device=a.device)
+        at = torch.searchsorted(b, a).clamp_(max=b.numel() - 1)
+        return (b[at] == a).nonzero().flatten()
+
+    def retain_(self, residual: Tensor, sent: SparseVector) -> float:
+        touched = sent.indices.long().unique()
+        before = residual[touched].double().square().sum()
+        residual.index_add_(0, sent.indices.long(), sent.values, alpha=-1)
+        return float(residual[touched].double().square().sum() - before)
+
+    def fill_(self, out: Tensor, vector: SparseVector, scale: float) -> None:
+        out.zero_()
+        out[vector.indices.long()] = (vector.values * scale).to(out.dtype)
+
+
+def _above(x: Tensor, threshold: float) -> Tensor:
+    magnitude = x.abs()
+    return (magnitude >= threshold) & (magnitude > 0)
+
+
+def _gather(x: Tensor, positions: Tensor) -> SparseVector:
+    return SparseVector(positions.to(index_dtype(x.numel())), x[positions], x.numel())

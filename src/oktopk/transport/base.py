@@ -1,0 +1,53 @@
+"""How bytes move between ranks: four verbs over messages of unequal length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+SIZE_BYTES = 8  # each message is announced by its length in one int64
+DIRECT_BYTES = 64 * 1024  # all_reduce of less than this goes straight between ranks: two rounds instead of 2(P-1)
+
+Op = Literal["sum", "max"]
+
+
+class Transport(Protocol):
+    """A world of ranks. Every rank calls the same verbs in the same order."""
+
+    rank: int
+    world_size: int
+    device: torch.device  # where messages must live
+
+    def all_reduce_(self, tensor: Tensor, op: Op = "sum") -> Tensor:
+        """Replace `tensor` by its sum (or maximum) over ranks, the same bits on all of them."""
+        ...
+
+    def all_gather(self, message: Tensor) -> list[Tensor]:
+        """Every rank's message (uint8, any length), by rank."""
+        ...
+
+    def all_to_all(self, messages: Sequence[Tensor], in_flight: int = 4) -> Iterator[tuple[int, Tensor]]:
+        """Send `messages[r]` to each rank r; yield (source, message) as they come: own first, then rank - 1, rank - 2...
+
+        At most `in_flight` peers are served at once, and the next ones are under way while the caller works on these.
+        The caller must exhaust the iterator.
+        """
+        ...
+
+    def exchange(self, message: Tensor | None, to: int | None, source: int | None) -> Tensor | None:
+        """Send `message` to one rank and/or receive one from another."""
+        ...
+
+    def agree(self, words: Sequence[int]) -> list[list[int]]:
+        """A few int64 words of every rank, by rank, in one round."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def all_reduce_bytes(nbytes: int, world_size: int) -> int:
+    """Bytes each rank sends, and receives, in an all-reduce of `nbytes`."""
+    return -(-2 * nbytes * (world_size - 1) // world_size)

@@ -1,0 +1,79 @@
+"""A transport that counts what passes through another one, and which phase of the step it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from oktopk.metrics import Clock
+from oktopk.transport.base import SIZE_BYTES, Op, Transport, all_reduce_bytes
+
+
+class MeteredTransport:
+    """Counts messages and bytes in both directions, per verb, and runs each verb inside its phase."""
+
+    def __init__(self, inner: Transport, clock: Clock | None = None) -> None:
+        self.inner = inner
+        self.rank, self.world_size = inner.rank, inner.world_size
+        self.device: torch.device = inner.device
+        self._clock = clock or Clock()
+        self.restart()
+
+    def restart(self) -> None:
+        """Count from zero."""
+        self.bytes_sent = self.bytes_received = self.messages = 0
+        self.message_sizes: dict[str, dict[int, int]] = {}
+
+    def all_reduce_(self, tensor: Tensor, op: Op = "sum") -> Tensor:
+        size = all_reduce_bytes(tensor.numel() * tensor.element_size(), self.world_size)
+        if self.world_size > 1:
+            self._count("all_reduce", [-(-size // (self.world_size - 1))] * (self.world_size - 1), size)
+        with self._clock.phase("exchange"):
+            return self.inner.all_reduce_(tensor, op)
+
+    def all_gather(self, message: Tensor) -> list[Tensor]:
+        with self._clock.phase("gather"):
+            gathered = self.inner.all_gather(message)
+        received = sum(other.numel() + SIZE_BYTES for other in gathered) - gathered[self.rank].numel() - SIZE_BYTES
+        self._count("all_gather", [message.numel() + SIZE_BYTES] * (self.world_size - 1), received)
+        return gathered
+
+    def all_to_all(self, messages: Sequence[Tensor], in_flight: int = 4) -> Iterator[tuple[int, Tensor]]:
+        others = [m.numel() + SIZE_BYTES for r, m in enumerate(messages) if r != self.rank]
+        self._count("all_to_all", others, 0)
+        arriving = self.inner.all_to_all(messages, in_flight)
+        while True:
+            with self._clock.phase("exchange"):
+                pair = next(arriving, None)
+            if pair is None:
+                return
+            if pair[0] != self.rank:
+                self.bytes_received += pair[1].numel() + SIZE_BYTES
+            yield pair
+
+    def exchange(self, message: Tensor | None, to: int | None, source: int | None) -> Tensor | None:
+        with self._clock.phase("exchange"):
+            received = self.inner.exchange(message, to, source)
+        sent = [message.numel() + SIZE_BYTES] if message is not None else []
+        self._count("exchange", sent, 0 if received is None else received.numel() + SIZE_BYTES)
+        return received
+
+    def agree(self, words: Sequence[int]) -> list[list[int]]:
+        with self._clock.phase("exchange"):
+            answers = self.inner.agree(words)
+        size = 8 * len(words)
+        self._count("agree", [size] * (self.world_size - 1), size * (self.world_size - 1))
+        return answers
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def _count(self, operation: str, sent: Sequence[int], received: int) -> None:
+        sizes = self.message_sizes.setdefault(operation, {})
+        for size in sent:
+            sizes[size] = sizes.get(size, 0) + 1
+        self.messages += len(sent)
+        self.bytes_sent += sum(sent)
+        self.bytes_received += received

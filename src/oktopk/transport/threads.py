@@ -1,0 +1,98 @@
+"""A whole world in one process: each rank is a thread. For tests."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from oktopk.errors import CommunicationError
+from oktopk.transport.base import Op
+
+T = TypeVar("T")
+
+
+class ThreadWorld:
+    """What the ranks of one world share: a slot each, and a barrier that breaks when one of them fails."""
+
+    def __init__(self, world_size: int, timeout: float = 30.0) -> None:
+        self.world_size = world_size
+        self.slots: list[Any] = [None] * world_size
+        self.barrier = threading.Barrier(world_size, timeout=timeout)
+
+    def transports(self) -> list[ThreadTransport]:
+        return [ThreadTransport(self, rank) for rank in range(self.world_size)]
+
+
+class ThreadTransport:
+    """One rank of a `ThreadWorld`."""
+
+    def __init__(self, world: ThreadWorld, rank: int) -> None:
+        self._world = world
+        self.rank, self.world_size = rank, world.world_size
+        self.device = torch.device("cpu")
+
+    def all_reduce_(self, tensor: Tensor, op: Op = "sum") -> Tensor:
+        parts = self._share(tensor.clone())
+        total = parts[0].clone()
+        for part in parts[1:]:  # in the order of ranks, so that all get the same bits
+            total = total + part if op == "sum" else torch.maximum(total, part)
+        return tensor.copy_(total)
+
+    def all_gather(self, message: Tensor) -> list[Tensor]:
+        return [part.clone() for part in self._share(message.clone())]
+
+    def all_to_all(self, messages: Sequence[Tensor], in_flight: int = 4) -> Iterator[tuple[int, Tensor]]:
+        offered = self._share([message.clone() for message in messages])
+        for distance in range(self.world_size):
+            source = (self.rank - distance) % self.world_size
+            yield source, offered[source][self.rank]
+
+    def exchange(self, message: Tensor | None, to: int | None, source: int | None) -> Tensor | None:
+        offered = self._share(None if message is None else (to, message.clone()))
+        if source is None:
+            return None
+        if offered[source] is None or offered[source][0] != self.rank:
+            raise CommunicationError(f"rank {self.rank} waits for a message from rank {source}, which sent none.")
+        received: Tensor = offered[source][1]
+        return received
+
+    def agree(self, words: Sequence[int]) -> list[list[int]]:
+        return self._share(list(words))
+
+    def close(self) -> None:
+        self._world.barrier.abort()
+
+    def _share(self, item: Any) -> list[Any]:
+        """Everyone's item, by rank."""
+        try:
+            self._world.slots[self.rank] = item
+            self._world.barrier.wait()
+            shared = list(self._world.slots)
+            self._world.barrier.wait()
+        except threading.BrokenBarrierError:
+            raise CommunicationError(f"rank {self.rank}: another rank of this world has failed or left.") from None
+        return shared
+
+
+def run_world(world_size: int, work: Callable[[ThreadTransport], T], timeout: float = 30.0) -> list[T]:
+    """Run `work(transport)` once per rank, each in its own thread; results by rank, or the first real error."""
+    transports = ThreadWorld(world_size, timeout).transports()
+
+    def guarded(transport: ThreadTransport) -> T:
+        try:
+            return work(transport)
+        except BaseException:
+            transport.close()
+            raise
+
+    with ThreadPoolExecutor(world_size) as pool:
+        futures = [pool.submit(guarded, transport) for transport in transports]
+    errors = [error for future in futures if (error := future.exception())]
+    if errors:
+        raise next((e for e in errors if not isinstance(e, CommunicationError)), errors[0])
+    return [future.result() for future in futures]

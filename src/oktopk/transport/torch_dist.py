@@ -1,0 +1,155 @@
+"""A `torch.distributed` process group as a transport: Gloo on CPU, NCCL on device tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from oktopk.errors import ConfigError
+from oktopk.transport.base import DIRECT_BYTES, SIZE_BYTES, Op
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+class TorchTransport:
+    """One rank of a process group that nobody else uses.
+
+    A group of its own keeps our messages apart from the user's, whose collectives may run on another thread.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, timeout: timedelta | None = None) -> None:
+        """Make a new group over the ranks of `group` (default: all). Every one of them must call this."""
+        parent = group if group is not None else dist.group.WORLD
+        if parent is None:
+            raise ConfigError("torch.distributed is not initialised: call init_process_group first.")
+        ranks = dist.get_process_group_ranks(parent)
+        backend = dist.get_backend(parent)
+        self.timeout = timeout or _default_timeout(parent)
+        self._group: dist.ProcessGroup | None = dist.new_group(
+            ranks, timeout=self.timeout, backend=backend, use_local_synchronization=len(ranks) < dist.get_world_size()
+        )
+        self._ranks = ranks
+        self.rank, self.world_size = dist.get_rank(self._group), len(ranks)
+        self.device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else torch.device("cpu")
+
+    def all_reduce_(self, tensor: Tensor, op: Op = "sum") -> Tensor:
+        if self.world_size == 1:
+            return tensor
+        if self.device.type == "cpu" and self.world_size <= tensor.numel() <= DIRECT_BYTES // tensor.element_size():
+            return self._all_reduce_directly_(tensor, op)
+        dist.all_reduce(tensor, _OPS[op], group=self._group)
+        return tensor
+
+    def all_gather(self, message: Tensor) -> list[Tensor]:
+        gathered = [message] * self.world_size
+        for source, other in self.all_to_all([message] * self.world_size, in_flight=self.world_size):
+            gathered[source] = other
+        return gathered
+
+    def all_to_all(self, messages: Sequence[Tensor], in_flight: int = 4) -> Iterator[tuple[int, Tensor]]:
+        sizes = self._exchange_sizes([message.numel() for message in messages])
+        windows = list(_windows(self.world_size, in_flight))
+        under_way = self._post(messages, sizes, windows[0]) if windows else None
+        yield self.rank, messages[self.rank]
+        for following in [*windows[1:], None]:
+            assert under_way is not None or following is None
+            arrived = under_way
+            under_way = self._post(messages, sizes, following) if following else None
+            if arrived is not None:
+                works, incoming = arrived
+                for work in works:
+                    work.wait()
+                yield from incoming
+
+    def exchange(self, message: Tensor | None, to: int | None, source: int | None) -> Tensor | None:
+        outgoing, incoming = torch.empty(1, dtype=torch.int64), torch.empty(1, dtype=torch.int64)
+        outgoing, incoming = outgoing.to(self.device), incoming.to(self.device)
+        if message is not None:
+            outgoing[0] = message.numel()
+        self._swap(outgoing if to is not None else None, to, incoming if source is not None else None, source)
+        received = None
+        if source is not None:
+            received = torch.empty(int(incoming), dtype=torch.uint8, device=self.device)
+        self._swap(message, to, received, source)
+        return received
+
+    def agree(self, words: Sequence[int]) -> list[list[int]]:
+        mine = torch.tensor(words, dtype=torch.int64, device=self.device)
+        if self.world_size == 1:
+            return [mine.tolist()]
+        outgoing = mine.repeat(self.world_size)
+        answers = torch.empty_like(outgoing)
+        dist.all_to_all_single(answers, outgoing, group=self._group)
+        return [row.tolist() for row in answers.view(self.world_size, -1)]
+
+    def close(self) -> None:
+        """Leave the group; peers that still wait for this rank get an error instead of silence."""
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._group = None
+
+    def _exchange_sizes(self, sizes: Sequence[int]) -> list[int]:
+        if self.world_size == 1:
+            return list(sizes)
+        outgoing = torch.tensor(sizes, dtype=torch.int64, device=self.device)
+        incoming = torch.empty_like(outgoing)
+        dist.all_to_all_single(incoming, outgoing, group=self._group)
+        return [int(size) for size in incoming.tolist()]
+
+    def _post(
+        self, messages: Sequence[Tensor], sizes: Sequence[int], distances: range
+    ) -> tuple[list[dist.Work], list[tuple[int, Tensor]]]:
+        """Start sending to rank + d and receiving from rank - d for each distance d."""
+        operations: list[dist.P2POp] = []
+        incoming: list[tuple[int, Tensor]] = []
+        for distance in distances:
+            to, source = (self.rank + distance) % self.world_size, (self.rank - distance) % self.world_size
+            received = torch.empty(sizes[source], dtype=torch.uint8, device=self.device)
+            incoming.append((source, received))
+            if messages[to].numel():
+                operations.append(dist.P2POp(dist.isend, messages[to], self._ranks[to], self._group))
+            if sizes[source]:
+                operations.append(dist.P2POp(dist.irecv, received, self._ranks[source], self._group))
+        return dist.batch_isend_irecv(operations) if operations else [], incoming
+
+    def _swap(self, outgoing: Tensor | None, to: int | None, incoming: Tensor | None, source: int | None) -> None:
+        operations = []
+        if outgoing is not None and to is not None and outgoing.numel():
+            operations.append(dist.P2POp(dist.isend, outgoing, self._ranks[to], self._group))
+        if incoming is not None and source is not None and incoming.numel():
+            operations.append(dist.P2POp(dist.irecv, incoming, self._ranks[source], self._group))
+        for work in dist.batch_isend_irecv(operations) if operations else []:
+            work.wait()
+
+    def _all_reduce_directly_(self, tensor: Tensor, op: Op) -> Tensor:
+        """Each rank reduces one slice and hands it to all: two rounds, where a ring takes 2(P-1)."""
+        share = -(-tensor.numel() // self.world_size)
+        padded = tensor.new_zeros(share * self.world_size)
+        padded[: tensor.numel()] = tensor.flatten()
+        slices = torch.empty_like(padded)
+        dist.all_to_all_single(slices, padded, group=self._group)
+        rows = slices.view(self.world_size, share)
+        mine = rows.sum(0, dtype=tensor.dtype) if op == "sum" else rows.amax(0)
+        dist.all_to_all_single(padded, mine.repeat(self.world_size), group=self._group)
+        return tensor.copy_(padded[: tensor.numel()].view_as(tensor))
+
+
+def _windows(world_size: int, in_flight: int) -> Iterator[range]:
+    for start in range(1, world_size, in_flight):
+        yield range(start, min(start + in_flight, world_size))
+
+
+def _default_timeout(group: dist.ProcessGroup) -> timedelta:
+    """The timeout the user gave to `init_process_group`, so that ours is no other."""
+    options = getattr(group, "options", None) or getattr(
+        group._get_backend(torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")), "options", None
+    )
+    found = getattr(options, "_timeout", None)
+    return found if isinstance(found, timedelta) else dist.default_pg_timeout
+
+
+assert SIZE_BYTES == torch.int64.itemsize

@@ -1,0 +1,72 @@
+"""The nouns of the library."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Union
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class SparseVector:
+    """Some coordinates of a flat vector of `numel` entries; every other entry is zero."""
+
+    indices: Tensor  # int32 or int64, [nnz], ascending
+    values: Tensor  # floating, [nnz]
+    numel: int
+
+    @property
+    def nnz(self) -> int:
+        return self.indices.numel()
+
+    def to_dense(self) -> Tensor:
+        """The whole vector, zeros included."""
+        return self.values.new_zeros(self.numel).index_add_(0, self.indices.long(), self.values)
+
+    def with_values(self, values: Tensor) -> SparseVector:
+        return SparseVector(self.indices, values, self.numel)
+
+    @staticmethod
+    def empty(numel: int, like: Tensor) -> SparseVector:
+        """No coordinates at all, with the dtype and device of `like`."""
+        indices = torch.empty(0, dtype=index_dtype(numel), device=like.device)
+        return SparseVector(indices, like.new_empty(0), numel)
+
+
+Vector = Union[Tensor, SparseVector]  # a flat vector, dense or sparse
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What an algorithm observed during one reduction."""
+
+    selected_local: int
+    selected_global: int
+    threshold_local: float = 0.0
+    threshold_global: float = 0.0
+    imbalance: float = 1.0  # largest block over the mean block
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """The result of one reduction on one rank.
+
+    `mean` is the same on every rank, bit for bit. `sent` is what left this rank for good: `input - sent` is what it
+    still owes, so that over all ranks `sum(input) == world_size * mean + sum(input - sent)`. A sparse `sent` may name
+    an index twice; its values then add up.
+    """
+
+    mean: Vector
+    sent: Vector
+    stats: Stats = field(default=Stats(0, 0), repr=False)
+
+
+def index_dtype(numel: int) -> torch.dtype:
+    """The narrowest dtype that can name every entry of a vector of `numel` entries."""
+    return torch.int32 if numel <= 2**31 - 1 else torch.int64
+
+
+def to_dense(vector: Vector) -> Tensor:
+    return vector.to_dense() if isinstance(vector, SparseVector) else vector

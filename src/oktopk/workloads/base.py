@@ -1,0 +1,79 @@
+"""What the trainer knows of a workload, and nothing more.
+
+A workload is one folder with `data.py`, `model.py` and `workload.py`. It never touches torch.distributed: it is told
+its rank and world size, and hands back sums that the trainer adds up over ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Metric:
+    """The number a workload is judged by."""
+
+    name: str  # as printed, in JSON and in plots: "WER", "accuracy", "perplexity"
+    lower_is_better: bool
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a preset is trained unless the user says otherwise."""
+
+    optimizer: Literal["sgd", "adamw", "lamb"] = "sgd"
+    lr: float = 0.01
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    batch_size: int = 8  # per rank
+    epochs: int = 10
+    lr_decay: float = 1.0  # factor per epoch
+    lr_steps: tuple[int, ...] = ()  # epochs at which lr is divided by 10
+    lr_warmup_epochs: float = 0.0  # linear from lr / world_size
+    lr_linear_decay: bool = False  # linear to zero over the whole run after warm-up
+    norm_clip: float | None = None  # gradient norm limit before synchronisation
+    density: float = 0.01
+    warmup_steps: int = 0  # dense steps
+
+
+class Workload(Protocol):
+    """Model, batches, loss and evaluation behind one protocol."""
+
+    name: str
+    preset: str
+    metric: Metric
+    recipe: Recipe
+
+    def model(self) -> nn.Module:
+        """A freshly initialised model (the trainer seeds torch before, and broadcasts rank 0's weights after)."""
+        ...
+
+    def steps_per_epoch(self, world_size: int) -> int:
+        """Batches per rank and epoch: the same on every rank."""
+        ...
+
+    def batches(self, epoch: int, rank: int, world_size: int, start: int = 0) -> Iterator[Any]:
+        """This rank's batches of one epoch from number `start` on; the order depends on the seed and epoch only."""
+        ...
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """Mean loss of a batch, ready for backward."""
+        ...
+
+    def evaluate(self, model: nn.Module, rank: int, world_size: int) -> dict[str, float]:
+        """Sums over this rank's share of the validation set; the trainer adds them up over ranks."""
+        ...
+
+    def summarize(self, totals: Mapping[str, float]) -> dict[str, float]:
+        """'loss', the metric under its name, and others, from summed totals; what has no data is left out."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs besides model and epoch (a carried hidden state, say)."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
