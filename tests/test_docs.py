@@ -1,0 +1,231 @@
+"""Every command and program in README and docs is executed, so that they cannot rot. CONTRIBUTING.md has the rules."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+SEEN_BY_BLOCKS = ("configs", "examples", "docs", "src", "tests", "README.md", "pyproject.toml")
+RUN_LANGUAGES = ("bash", "console", "python")
+FENCE = re.compile(r"^(?P<indent> *)(?P<fence>```+|~~~+) *(?P<language>[\w-]*)(?P<attributes>.*)$")
+MARKER = re.compile(r"^\s*<!--\s*(?P<word>slow|continues|exit|not run)(?P<rest>[^>]*?)\s*-->\s*$")
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block and what its markers say."""
+
+    page: Path
+    line: int
+    language: str
+    text: str
+    slow: bool = False
+    continues: bool = False
+    exit_code: int = 0
+    not_run: str | None = None
+
+    @property
+    def place(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def blocks_of(page: Path) -> list[Block]:
+    """The blocks of a page that claim to be runnable, in order."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    found, number = [], 0
+    while number < len(lines):
+        opening = FENCE.match(lines[number])
+        if opening is None:
+            number += 1
+            continue
+        end = _closing(lines, number, opening)
+        if opening["language"] in RUN_LANGUAGES:
+            body = textwrap.dedent("\n".join(lines[number + 1 : end])) + "\n"
+            found.append(Block(page, number + 1, opening["language"], body, **_markers(page, lines, number)))
+        number = end + 1
+    return found
+
+
+def _closing(lines: list[str], start: int, opening: re.Match[str]) -> int:
+    for number in range(start + 1, len(lines)):
+        if lines[number].strip() == opening["fence"]:
+            return number
+    raise AssertionError(f"the block opened on line {start + 1} is never closed")
+
+
+def _markers(page: Path, lines: list[str], fence: int) -> dict[str, object]:
+    found: dict[str, object] = {}
+    number = fence - 1
+    while number >= 0 and (not lines[number].strip() or MARKER.match(lines[number])):
+        marker = MARKER.match(lines[number])
+        if marker is not None:
+            found |= _meaning(f"{page.name}:{number + 1}", marker["word"], marker["rest"].strip(" :"))
+        number -= 1
+    return found
+
+
+def _meaning(place: str, word: str, rest: str) -> dict[str, object]:
+    if word == "exit":
+        return {"exit_code": int(rest)}
+    if word == "not run":
+        assert rest, f"{place}: 'not run' needs a reason"
+        return {"not_run": rest}
+    return {word: True}
+
+
+BLOCKS = {page: blocks_of(page) for page in PAGES}
+
+
+def _ids(pages: list[Path]) -> list[str]:
+    return [page.stem.lower() for page in pages]
+
+
+WITH_QUICK = [page for page, blocks in BLOCKS.items() if any(not b.slow and b.not_run is None for b in blocks)]
+WITH_SLOW = [page for page, blocks in BLOCKS.items() if any(b.slow and b.not_run is None for b in blocks)]
+WITH_NOT_RUN = [page for page, blocks in BLOCKS.items() if any(b.not_run is not None for b in blocks)]
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("page", WITH_QUICK, ids=_ids(WITH_QUICK))
+def test_quick_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
+    run_all([block for block in BLOCKS[page] if not block.slow and block.not_run is None], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("page", WITH_SLOW, ids=_ids(WITH_SLOW))
+def test_all_blocks_of_a_page_run_in_order(page: Path, tmp_path: Path) -> None:
+    run_all([block for block in BLOCKS[page] if block.not_run is None], tmp_path)
+
+
+@pytest.mark.parametrize("page", WITH_NOT_RUN, ids=_ids(WITH_NOT_RUN))
+def test_commands_that_cannot_be_run_here_at_least_exist(page: Path) -> None:
+    for block in BLOCKS[page]:
+        if block.not_run is not None and block.language != "python":
+            for command in _commands(block):
+                _check_exists(block, command)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_ids(PAGES))
+def test_python_blocks_compile_and_links_lead_somewhere(page: Path) -> None:
+    for block in BLOCKS[page]:
+        if block.language == "python":
+            compile(block.text, block.place, "exec")
+    for target in _relative_links(page.read_text(encoding="utf-8")):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}, which is not there"
+
+
+def _relative_links(text: str) -> list[str]:
+    prose = re.sub(r"^ *(```+|~~~+).*?^ *\1", "", text, flags=re.MULTILINE | re.DOTALL)
+    targets = re.findall(r"\]\(([^)\s#]+)[^)]*\)", prose)
+    return [target for target in targets if not re.match(r"[a-z]+:", target)]
+
+
+def run_all(blocks: list[Block], directory: Path) -> None:
+    for name in SEEN_BY_BLOCKS:
+        if (ROOT / name).exists():
+            (directory / name).symlink_to(ROOT / name)
+    before = ""  # the python blocks that the next one may continue
+    for number, block in enumerate(blocks):
+        if block.language == "python":
+            before = before + "\n" + block.text if block.continues else block.text
+            script = directory / f"block_{number}.py"
+            script.write_text(before, encoding="utf-8")
+            _run(block, [sys.executable, script.name], directory)
+        else:
+            _run(block, ["bash", "-euo", "pipefail", "-c", "\n".join(_shell_lines(block))], directory)
+
+
+def _run(block: Block, command: list[str], directory: Path) -> None:
+    done = subprocess.run(
+        command,
+        cwd=directory,
+        env=_environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=3000,
+    )
+    said = f"{block.place} ended with {done.returncode}\n{block.text}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    assert done.returncode == block.exit_code, said
+
+
+def _environment() -> dict[str, str]:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("COV_", "PYTEST_"))}
+    return kept | {"PATH": path, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", "COLUMNS": "120"}
+
+
+def _shell_lines(block: Block) -> list[str]:
+    lines = block.text.splitlines()
+    if block.language == "bash":
+        return lines
+    return [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+
+
+def _commands(block: Block) -> list[list[str]]:
+    """The words of each line, with continuation lines joined, comments and here-documents left out."""
+    joined = "\n".join(_shell_lines(block)).replace("\\\n", " ")
+    joined = re.sub(r"<<-? *'?(\w+)'?\n.*?^\1$", "", joined, flags=re.MULTILINE | re.DOTALL)
+    commands = []
+    for line in joined.splitlines():
+        words = shlex.split(line, comments=True)
+        if words:
+            commands.append(words)
+    return commands
+
+
+def _check_exists(block: Block, words: list[str]) -> None:
+    if words[0] == "make":
+        known = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
+        targets = [word for word in words[1:] if "=" not in word and not word.startswith("-")]
+        assert set(targets) <= set(known), f"{block.place}: no such target in {words}"
+    for position, word in enumerate(words):
+        if Path(word).name == "oktopk" and position + 1 < len(words):
+            _check_flags(block, words[position + 1 :])
+            return
+
+
+def _check_flags(block: Block, arguments: list[str]) -> None:
+    stops = [n for n, word in enumerate(arguments) if word in ("|", "&&", "||", ";", ">", "2>&1", "&")]
+    arguments = arguments[: min(stops, default=len(arguments))]
+    flags = [word.split("=")[0] for word in arguments if word.startswith("--")]
+    command = _sub_command(arguments)
+    help_text = _help(tuple(command))
+    for flag in flags:
+        known = re.search(rf"(?<![\w-]){re.escape(flag)}(?![\w-])", help_text.replace("_", "-"))
+        assert known, f"{block.place}: `oktopk {' '.join(command)}` has no flag {flag}"
+
+
+def _sub_command(arguments: list[str]) -> list[str]:
+    """The longest run of leading words that `--help` accepts as a command."""
+    leading = []
+    for word in arguments:
+        if not re.fullmatch(r"[a-z][a-z0-9-]*", word):
+            break
+        leading.append(word)
+    while len(leading) > 1 and not _help(tuple(leading)):
+        leading.pop()
+    return leading
+
+
+_HELP: dict[tuple[str, ...], str] = {}
+
+
+def _help(command: tuple[str, ...]) -> str:
+    if command not in _HELP:
+        oktopk = [sys.executable, "-c", "import sys, oktopk.cli; sys.exit(oktopk.cli.main())"]
+        environment = _environment() | {"COLUMNS": "400"}
+        done = subprocess.run([*oktopk, *command, "--help"], capture_output=True, text=True, env=environment)
+        _HELP[command] = done.stdout + done.stderr if done.returncode == 0 else ""
+    return _HELP[command]
