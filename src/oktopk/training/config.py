@@ -1,0 +1,127 @@
+"""What a training run is told: one frozen dataclass, the source of flags, help, TOML files and `config.json`.
+
+A field left at None takes its value from the recipe of the workload's preset.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from oktopk.config import Density, require_density
+from oktopk.errors import ConfigError
+from oktopk.workloads.base import Recipe
+
+Optimizer = Literal["sgd", "adamw", "lamb"]
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """A training run."""
+
+    workload: str = "speech"  # what to train: a name from `oktopk train --help`, or module:Class of your own
+    preset: str | None = None  # size of the model and its recipe; None: the workload's first
+    data: Path | None = None  # folder or manifest of the corpus; None: the one that comes with the workload
+    workers: int = 1  # processes to start on this machine; ignored under torchrun, mpirun or srun
+
+    algorithm: str = "oktopk"  # how gradients are summed: dense, topka, topkdsa, gtopk, gaussiank, oktopk
+    density: float | None = None  # fraction of the gradient each worker sends; smaller = less traffic, later updates
+    density_schedule: Mapping[int, float] = field(default_factory=dict)  # {step: density from that step on}; from 0
+    warmup_steps: int | None = None  # dense steps before sparse ones
+    wire: str = "float32"  # how values travel: float32, float16, bfloat16, int8; narrower = less traffic
+    min_numel: int = 1024  # parameters smaller than this go dense
+    bucket_mb: float = 256.0  # gradient reduced at once; larger = fewer messages, less overlap
+    on_nonfinite: Literal["raise", "skip"] = "raise"  # a NaN gradient: stop, or leave that step out
+
+    epochs: int | None = None  # passes over the training set
+    max_steps: int | None = None  # stop after this many optimizer steps, whatever the epoch
+    batch_size: int | None = None  # samples per worker and micro-batch
+    accumulate: int = 1  # micro-batches per optimizer step
+    optimizer: Optimizer | None = None  # sgd, adamw or lamb
+    lr: float | None = None  # learning rate
+    momentum: float | None = None  # of sgd
+    weight_decay: float | None = None
+    lr_decay: float | None = None  # factor on lr after every epoch
+    lr_steps: tuple[int, ...] | None = None  # epochs at which lr is divided by 10
+    lr_warmup_epochs: float | None = None  # linear rise of lr from lr / workers
+    lr_linear_decay: bool | None = None  # linear fall of lr to zero over the rest of the run
+    norm_clip: float | None = None  # limit of the gradient norm before it is summed over workers (0: none)
+    norm_clip_after: float = 0.0  # limit of the gradient norm after it is summed over workers (0: none)
+    seed: int = 0  # of initial weights, data order and augmentation
+    deterministic: bool = False  # refuse operations whose result may differ between two runs; slower
+
+    validate_every: int = 5  # validate on epochs 0, n-1, 2n-1, ... and the last; 0: never
+    early_stop: int = 0  # stop after this many validations without improvement; 0: never
+    checkpoint_every: int = 0  # steps between checkpoints inside an epoch; 0: only at its end
+    keep: int = 2  # checkpoints kept besides the best
+    analyze_every: int = 0  # steps between analyses of what was selected; each costs a dense all-reduce; 0: never
+
+    runs: Path = Path("runs")  # where run directories are made
+    name: str | None = None  # of the run directory; None: workload, preset, algorithm and the time
+    resume: Path | None = None  # run directory to continue, from its last checkpoint
+    tensorboard: bool = True  # write TensorBoard events into the run directory
+    wandb: str | None = None  # Weights & Biases project to report to (needs the extra 'tracking')
+    mlflow: str | None = None  # MLflow experiment to report to (needs the extra 'tracking')
+
+    workload_options: Mapping[str, Any] = field(default_factory=dict)  # options of the workload itself
+    algorithm_options: Mapping[str, Any] = field(default_factory=dict)  # options of the algorithm itself
+
+    def __post_init__(self) -> None:
+        if self.density is not None:
+            require_density(self.density)
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"{name} must be {least} or more, got {value}.")
+        if self.bucket_mb <= 0:
+            raise ConfigError(f"bucket_mb must be above 0, got {self.bucket_mb}.")
+
+    def recipe(self, base: Recipe) -> Recipe:
+        """The preset's recipe with what the user said in its place."""
+        said = {f.name: getattr(self, f.name) for f in fields(Recipe) if getattr(self, f.name) is not None}
+        if said.get("norm_clip") == 0:
+            said["norm_clip"] = None
+        return replace(base, **said)
+
+    def density_over_time(self, recipe: Recipe) -> Density:
+        return dict(self.density_schedule) if self.density_schedule else recipe.density
+
+    def resolved(self, recipe: Recipe) -> TrainConfig:
+        """The same configuration with every value that the recipe decides written out."""
+        return replace(self, **asdict(recipe))
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values that `TrainConfig(**...)` and `from_mapping` take back."""
+        return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
+
+
+def from_mapping(values: Mapping[str, Any]) -> TrainConfig:
+    """A configuration from JSON or TOML values: paths, tuples and integer keys get their types back."""
+    given = {name.replace("-", "_"): value for name, value in values.items()}
+    for name in ("data", "runs", "resume"):
+        if given.get(name) is not None:
+            given[name] = Path(given[name])
+    if given.get("lr_steps") is not None:
+        given["lr_steps"] = tuple(given["lr_steps"])
+    if "density_schedule" in given:
+        given["density_schedule"] = {int(step): density for step, density in given["density_schedule"].items()}
+    return TrainConfig(**given)
+
+
+_LEAST: dict[str, float] = {
+    "workers": 1, "warmup_steps": 0, "epochs": 0, "max_steps": 0, "batch_size": 1, "accumulate": 1, "lr": 0,
+    "norm_clip": 0, "norm_clip_after": 0, "validate_every": 0, "early_stop": 0, "checkpoint_every": 0, "keep": 1,
+    "analyze_every": 0, "min_numel": 0,
+}  # fmt: skip
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    return value
