@@ -9,6 +9,7 @@ OkTopkError
 |-- CommunicationError  a collective failed: names rank, phase and step
 |   `-- PeerError       another rank failed or vanished
 |-- CheckpointError     saved state is missing, damaged, or of something else
+|-- ClusterError        the emulated network could not be built or removed
 `-- DataError           a corpus or file is not what it should be: names file and remedy
 """
 
@@ -52,6 +53,10 @@ class PeerError(CommunicationError):
 
 class CheckpointError(OkTopkError):
     """Saved state is missing, damaged, or of something else."""
+
+
+class ClusterError(OkTopkError):
+    """The kernel refused to build or to remove the emulated network."""
 
 
 class DataError(OkTopkError):
