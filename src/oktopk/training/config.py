@@ -23,7 +23,7 @@ class TrainConfig:
 
     workload: str = "speech"  # what to train: a name from `oktopk train --help`, or module:Class of your own
     preset: str | None = None  # size of the model and its recipe; None: the workload's first
-    data: Path | None = None  # folder or manifest of the corpus; None: the one that comes with the workload
+    data: str | None = None  # folder or manifest of the corpus; None: the one that comes with the workload
     workers: int = 1  # processes to start on this machine; ignored under torchrun, mpirun or srun
 
     algorithm: str = "oktopk"  # how gradients are summed: dense, topka, topkdsa, gtopk, gaussiank, oktopk
@@ -100,7 +100,7 @@ class TrainConfig:
 def from_mapping(values: Mapping[str, Any]) -> TrainConfig:
     """A configuration from JSON or TOML values: paths, tuples and integer keys get their types back."""
     given = {name.replace("-", "_"): value for name, value in values.items()}
-    for name in ("data", "runs", "resume"):
+    for name in ("runs", "resume"):
         if given.get(name) is not None:
             given[name] = Path(given[name])
     if given.get("lr_steps") is not None:

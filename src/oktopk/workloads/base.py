@@ -3,9 +3,8 @@
 A workload is one folder with `data.py`, `model.py` and `workload.py`. It never touches torch.distributed: it is told
 its rank and world size, and hands back sums that the trainer adds up over ranks.
 
-The trainer makes it as `Class(preset=..., data=..., seed=..., batch_size=..., **options)`: `preset` (str or None: the
-default one), `data` (Path or None: the corpus that comes with it), `seed` (int), `batch_size` (int or None: the
-recipe's), and after these its own options, each with an annotation and a default: they become flags of
+The trainer makes it as `Class(config, seed)`. `config` is a frozen dataclass with at least the fields `preset`, `data`
+and `batch_size` (None: the recipe's), each field with an annotation, a default and a comment: they become flags of
 `oktopk train` by themselves.
 """
 
