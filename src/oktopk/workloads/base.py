@@ -51,6 +51,7 @@ class Workload(Protocol):
     preset: str
     metric: Metric
     recipe: Recipe
+    notices: tuple[str, ...]  # what a person should read before training starts, e.g. how many files were skipped
 
     def model(self) -> nn.Module:
         """A freshly initialised model (the trainer seeds torch before, and broadcasts rank 0's weights after)."""
@@ -69,7 +70,11 @@ class Workload(Protocol):
         ...
 
     def evaluate(self, model: nn.Module, rank: int, world_size: int) -> dict[str, float]:
-        """Sums over this rank's share of the validation set; the trainer adds them up over ranks."""
+        """Sums over this rank's share of the validation set; the trainer adds them up over ranks.
+
+        `model` is the bare module, not a wrapper that would communicate: shares may differ in length. Its weights and
+        buffers are the same on every rank. Afterwards it is back in the mode (train or eval) it came in.
+        """
         ...
 
     def summarize(self, totals: Mapping[str, float]) -> dict[str, float]:
