@@ -1,1 +1,31 @@
-"""Sparse all-reduce for training neural networks over networks that are slower than the machines."""
+"""Sparse all-reduce for training neural networks over networks that are slower than the machines.
+
+>>> import torch, oktopk
+>>> reducer = oktopk.Reducer(algorithm="oktopk", density=0.01)
+>>> mean = reducer.reduce("weight", torch.randn(1000, 10))
+>>> reducer.close()
+"""
+
+from oktopk.algorithms import ALGORITHMS
+from oktopk.config import PAPER_BERT, PAPER_LSTM, PAPER_VGG
+from oktopk.errors import OkTopkError
+from oktopk.metrics import StepRecord
+from oktopk.reducer import Reducer, sparse_allreduce
+from oktopk.schedule import exponential_warmup
+from oktopk.types import Reduced, SparseVector
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ALGORITHMS",
+    "PAPER_BERT",
+    "PAPER_LSTM",
+    "PAPER_VGG",
+    "OkTopkError",
+    "Reduced",
+    "Reducer",
+    "SparseVector",
+    "StepRecord",
+    "exponential_warmup",
+    "sparse_allreduce",
+]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, Union
+from typing import Any, Literal
 
 from oktopk.errors import ConfigError, nearest
 
-Density = Union[float, Mapping[int, float]]  # a constant, or {step: density from that step on}
+Density = float | Mapping[int, float]  # a constant, or {step: density from that step on}
 WIRES = ("float32", "float16", "bfloat16", "int8")
 
 
@@ -67,13 +67,10 @@ class OkTopkConfig:
             raise ConfigError(f"threshold must be 'fresh' or 'reused', got {self.threshold!r}.")
         for name in ("reestimate_every", "repartition_every", "in_flight"):
             require_positive(name, getattr(self, name))
-        if not 1.0 < self.cap:
+        if not self.cap > 1.0:
             raise ConfigError(f"cap must be above 1, got {self.cap}: it is a multiple of k, e.g. 1.5.")
-        if not 1.0 <= self.balance_factor:
+        if not self.balance_factor >= 1.0:
             raise ConfigError(f"balance_factor must be at least 1, got {self.balance_factor}.")
-
-
-AlgorithmConfig = Union[DenseConfig, TopkAConfig, TopkDSAConfig, GTopkConfig, GaussianKConfig, OkTopkConfig]
 
 
 @dataclass(frozen=True)
@@ -101,21 +98,21 @@ class ReducerConfig:
             raise ConfigError(f"on_nonfinite must be 'raise' or 'skip', got {self.on_nonfinite!r}.")
 
 
-PAPER_LSTM: dict[str, Any] = dict(
-    warmup_steps=128, density=0.02, threshold="reused", reestimate_every=32, repartition_every=64,
-    local_nudge=1.012, local_keep=(3 / 4, 5 / 4),
-    global_nudge_up=1.008, global_nudge_down=1.01, global_keep=(3 / 4, 5 / 4),
-)  # fmt: skip
-PAPER_VGG: dict[str, Any] = dict(
-    warmup_steps=512, density=0.02, threshold="reused", reestimate_every=32, repartition_every=64,
-    local_nudge=1.012, local_keep=(2 / 3, 5 / 4),
-    global_nudge_up=1.008, global_nudge_down=1.008, global_keep=(2 / 3, 4 / 3),
-)  # fmt: skip
-PAPER_BERT: dict[str, Any] = dict(
-    warmup_steps=0, density=0.01, threshold="reused", reestimate_every=128, repartition_every=64,
-    local_nudge=1.025, local_keep=(4 / 5, 5 / 4),
-    global_nudge_up=1.025, global_nudge_down=1.036, global_keep=(4 / 5, 5 / 4),
-)  # fmt: skip
+PAPER_LSTM: dict[str, Any] = {
+    "warmup_steps": 128, "density": 0.02, "threshold": "reused", "reestimate_every": 32, "repartition_every": 64,
+    "local_nudge": 1.012, "local_keep": (3 / 4, 5 / 4),
+    "global_nudge_up": 1.008, "global_nudge_down": 1.01, "global_keep": (3 / 4, 5 / 4),
+}  # fmt: skip
+PAPER_VGG: dict[str, Any] = {
+    "warmup_steps": 512, "density": 0.02, "threshold": "reused", "reestimate_every": 32, "repartition_every": 64,
+    "local_nudge": 1.012, "local_keep": (2 / 3, 5 / 4),
+    "global_nudge_up": 1.008, "global_nudge_down": 1.008, "global_keep": (2 / 3, 4 / 3),
+}  # fmt: skip
+PAPER_BERT: dict[str, Any] = {
+    "warmup_steps": 0, "density": 0.01, "threshold": "reused", "reestimate_every": 128, "repartition_every": 64,
+    "local_nudge": 1.025, "local_keep": (4 / 5, 5 / 4),
+    "global_nudge_up": 1.025, "global_nudge_down": 1.036, "global_keep": (4 / 5, 5 / 4),
+}  # fmt: skip
 
 
 def require_density(density: float) -> None:

@@ -189,7 +189,7 @@ class JsonlSink:
     """One JSON object per line."""
 
     def __init__(self, path: str | Path) -> None:
-        self._file = open(path, "a", buffering=1, encoding="utf-8")
+        self._file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 - open until close()
 
     def __call__(self, record: StepRecord) -> None:
         self._file.write(json.dumps(record.to_json(), allow_nan=False) + "\n")
@@ -202,7 +202,7 @@ class CsvSink:
     """One row per record; the mappings become one column per phase."""
 
     def __init__(self, path: str | Path) -> None:
-        self._file = open(path, "a", buffering=1, newline="", encoding="utf-8")
+        self._file = open(path, "a", buffering=1, newline="", encoding="utf-8")  # noqa: SIM115 - open until close()
         self._writer: csv.DictWriter[str] | None = None
 
     def __call__(self, record: StepRecord) -> None:

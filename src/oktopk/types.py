@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Union
 
 import torch
 from torch import Tensor
@@ -35,7 +34,7 @@ class SparseVector:
         return SparseVector(indices, like.new_empty(0), numel)
 
 
-Vector = Union[Tensor, SparseVector]  # a flat vector, dense or sparse
+Vector = Tensor | SparseVector  # a flat vector, dense or sparse
 
 
 @dataclass(frozen=True)

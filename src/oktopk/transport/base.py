@@ -25,12 +25,12 @@ class Transport(Protocol):
         """Replace `tensor` by its sum (or maximum) over ranks, the same bits on all of them."""
         ...
 
-    def all_gather(self, message: Tensor) -> list[Tensor]:
-        """Every rank's message (uint8, any length), by rank."""
+    def all_gather(self, message: Tensor, sizes: Sequence[int] | None = None) -> list[Tensor]:
+        """Every rank's message (uint8, any length), by rank. Saves a round when all know the `sizes` already."""
         ...
 
     def all_to_all(self, messages: Sequence[Tensor], in_flight: int = 4) -> Iterator[tuple[int, Tensor]]:
-        """Send `messages[r]` to each rank r; yield (source, message) as they come: own first, then rank - 1, rank - 2...
+        """Send `messages[r]` to each rank r; yield (source, message): own first, then rank - 1, rank - 2, ...
 
         At most `in_flight` peers are served at once, and the next ones are under way while the caller works on these.
         The caller must exhaust the iterator.
@@ -45,7 +45,13 @@ class Transport(Protocol):
         """A few int64 words of every rank, by rank, in one round."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Leave in order, after the last verb."""
+        ...
+
+    def abort(self) -> None:
+        """Leave at once: ranks that wait for this one get an error instead of silence."""
+        ...
 
 
 def all_reduce_bytes(nbytes: int, world_size: int) -> int:

@@ -33,11 +33,12 @@ class MeteredTransport:
         with self._clock.phase("exchange"):
             return self.inner.all_reduce_(tensor, op)
 
-    def all_gather(self, message: Tensor) -> list[Tensor]:
+    def all_gather(self, message: Tensor, sizes: Sequence[int] | None = None) -> list[Tensor]:
         with self._clock.phase("gather"):
-            gathered = self.inner.all_gather(message)
-        received = sum(other.numel() + SIZE_BYTES for other in gathered) - gathered[self.rank].numel() - SIZE_BYTES
-        self._count("all_gather", [message.numel() + SIZE_BYTES] * (self.world_size - 1), received)
+            gathered = self.inner.all_gather(message, sizes)
+        extra = 0 if sizes is not None else SIZE_BYTES
+        received = sum(other.numel() + extra for rank, other in enumerate(gathered) if rank != self.rank)
+        self._count("all_gather", [message.numel() + extra] * (self.world_size - 1), received)
         return gathered
 
     def all_to_all(self, messages: Sequence[Tensor], in_flight: int = 4) -> Iterator[tuple[int, Tensor]]:
@@ -69,6 +70,9 @@ class MeteredTransport:
 
     def close(self) -> None:
         self.inner.close()
+
+    def abort(self) -> None:
+        self.inner.abort()
 
     def _count(self, operation: str, sent: Sequence[int], received: int) -> None:
         sizes = self.message_sizes.setdefault(operation, {})

@@ -43,7 +43,7 @@ class ThreadTransport:
             total = total + part if op == "sum" else torch.maximum(total, part)
         return tensor.copy_(total)
 
-    def all_gather(self, message: Tensor) -> list[Tensor]:
+    def all_gather(self, message: Tensor, sizes: Sequence[int] | None = None) -> list[Tensor]:
         return [part.clone() for part in self._share(message.clone())]
 
     def all_to_all(self, messages: Sequence[Tensor], in_flight: int = 4) -> Iterator[tuple[int, Tensor]]:
@@ -65,6 +65,9 @@ class ThreadTransport:
         return self._share(list(words))
 
     def close(self) -> None:
+        return None
+
+    def abort(self) -> None:
         self._world.barrier.abort()
 
     def _share(self, item: Any) -> list[Any]:
@@ -87,7 +90,7 @@ def run_world(world_size: int, work: Callable[[ThreadTransport], T], timeout: fl
         try:
             return work(transport)
         except BaseException:
-            transport.close()
+            transport.abort()
             raise
 
     with ThreadPoolExecutor(world_size) as pool:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from oktopk.errors import ConfigError
-from oktopk.transport.base import DIRECT_BYTES, SIZE_BYTES, Op
+from oktopk.transport.base import DIRECT_BYTES, Op
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
@@ -44,19 +44,23 @@ class TorchTransport:
         dist.all_reduce(tensor, _OPS[op], group=self._group)
         return tensor
 
-    def all_gather(self, message: Tensor) -> list[Tensor]:
+    def all_gather(self, message: Tensor, sizes: Sequence[int] | None = None) -> list[Tensor]:
+        if sizes is None:
+            sizes = self._exchange_sizes([message.numel()] * self.world_size)
         gathered = [message] * self.world_size
-        for source, other in self.all_to_all([message] * self.world_size, in_flight=self.world_size):
+        for source, other in self._rotate([message] * self.world_size, sizes, self.world_size):
             gathered[source] = other
         return gathered
 
     def all_to_all(self, messages: Sequence[Tensor], in_flight: int = 4) -> Iterator[tuple[int, Tensor]]:
-        sizes = self._exchange_sizes([message.numel() for message in messages])
+        return self._rotate(messages, self._exchange_sizes([message.numel() for message in messages]), in_flight)
+
+    def _rotate(self, messages: Sequence[Tensor], sizes: Sequence[int], in_flight: int) -> Iterator[tuple[int, Tensor]]:
+        """Send to rank + 1, + 2, ... and receive from rank - 1, - 2, ...: no rank is everybody's target at once."""
         windows = list(_windows(self.world_size, in_flight))
         under_way = self._post(messages, sizes, windows[0]) if windows else None
         yield self.rank, messages[self.rank]
         for following in [*windows[1:], None]:
-            assert under_way is not None or following is None
             arrived = under_way
             under_way = self._post(messages, sizes, following) if following else None
             if arrived is not None:
@@ -87,10 +91,12 @@ class TorchTransport:
         return [row.tolist() for row in answers.view(self.world_size, -1)]
 
     def close(self) -> None:
-        """Leave the group; peers that still wait for this rank get an error instead of silence."""
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
         self._group = None
+
+    def abort(self) -> None:
+        self.close()  # its sockets close with the group, and peers notice
 
     def _exchange_sizes(self, sizes: Sequence[int]) -> list[int]:
         if self.world_size == 1:
@@ -150,6 +156,3 @@ def _default_timeout(group: dist.ProcessGroup) -> timedelta:
     )
     found = getattr(options, "_timeout", None)
     return found if isinstance(found, timedelta) else dist.default_pg_timeout
-
-
-assert SIZE_BYTES == torch.int64.itemsize

@@ -1,0 +1,94 @@
+"""Do all ranks mean the same thing? Checked before any data moves, in one small message."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import torch
+
+from oktopk.errors import MismatchError, NonFiniteError, OkTopkError
+from oktopk.feedback import Layout
+from oktopk.transport.base import Transport
+
+_DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+_FIELDS = ("names", "shapes", "dtype", "step", "k (density)", "configuration")
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What one rank is about to reduce."""
+
+    layout: Layout
+    dtype: torch.dtype
+    step: int
+    k: int
+    configuration: str
+    finite: bool
+    fault: OkTopkError | None  # why this rank cannot take part
+
+    def words(self) -> list[int]:
+        compared = [
+            _digest("\0".join(name for name, _ in self.layout)),
+            _digest(",".join(str(numel) for _, numel in self.layout)),
+            _DTYPES.index(self.dtype) if self.dtype in _DTYPES else -1,
+            self.step,
+            self.k,
+            _digest(self.configuration),
+        ]
+        return [*compared, int(self.finite), int(self.fault is not None)]
+
+    def describe(self, field: str) -> str:
+        shown = {
+            "names": [name for name, _ in self.layout],
+            "shapes": [numel for _, numel in self.layout],
+            "dtype": self.dtype,
+            "step": self.step,
+            "k (density)": self.k,
+            "configuration": self.configuration,
+        }
+        return f"{field} here: {_short(shown[field])}"
+
+
+AGREEMENT_WORDS = len(_FIELDS) + 2
+
+
+def check_terms(mine: Terms, transport: Transport, on_nonfinite: str) -> bool:
+    """Whether this step is to be skipped; raises the same kind of error on every rank when it cannot be done."""
+    everyone = transport.agree(mine.words())
+    if mine.fault is not None:
+        raise mine.fault
+    refused = [rank for rank, words in enumerate(everyone) if words[-1]]
+    if refused:
+        raise MismatchError(f"{_ranks(refused)} refused to reduce what it was given; its own error says why.")
+    for position, field in enumerate(_FIELDS):
+        differing = [rank for rank, words in enumerate(everyone) if words[position] != everyone[0][position]]
+        if differing:
+            raise MismatchError(
+                f"{_ranks(differing)} differ from rank 0 in {field}; {mine.describe(field)}. "
+                "Every rank must reduce the same tensors in the same order with the same settings."
+            )
+    return _check_finite(everyone, on_nonfinite)
+
+
+def _check_finite(everyone: list[list[int]], on_nonfinite: str) -> bool:
+    bad = [rank for rank, words in enumerate(everyone) if not words[-2]]
+    if bad and on_nonfinite == "raise":
+        raise NonFiniteError(
+            f"the gradient of {_ranks(bad)} holds NaN or Inf; residuals are untouched. Lower the learning rate or clip "
+            "gradients, or pass on_nonfinite='skip' when a GradScaler is to skip such steps."
+        )
+    return bool(bad)
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def _short(value: object, limit: int = 200) -> str:
+    text = str(value)
+    return text if len(text) <= limit else text[:limit] + "..."

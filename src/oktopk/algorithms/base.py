@@ -1,0 +1,44 @@
+"""The one contract every algorithm fulfils."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from oktopk.types import Reduced, SparseVector
+
+
+class Algorithm(Protocol):
+    """One paper, one class, one method. Made once per bucket, so that state it keeps belongs to that bucket."""
+
+    def reduce(self, acc: Tensor, k: int) -> Reduced:
+        """The mean over ranks of the flat, finite `acc`, of which each rank should send about k entries."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Stateless:
+    """For algorithms that remember nothing between steps."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        return None
+
+
+def less(sent: SparseVector, *owed: SparseVector) -> SparseVector:
+    """What was sent, minus what this rank took back: parts that it dropped, and rounding errors."""
+    parts = [part for part in owed if part.nnz]
+    indices = torch.cat([sent.indices, *(part.indices.to(sent.indices.dtype) for part in parts)])
+    return SparseVector(indices, torch.cat([sent.values, *(-part.values for part in parts)]), sent.numel)
+
+
+def mean_of(total: SparseVector, world_size: int) -> SparseVector:
+    return total.with_values(total.values / world_size)

@@ -1,0 +1,38 @@
+"""Gaussian-k: a threshold from mean and standard deviation instead of a sort."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from oktopk.algorithms.base import Stateless, less, mean_of
+from oktopk.collectives import Tools, gather_regions, gather_vectors, split_and_reduce
+from oktopk.config import GaussianKConfig
+from oktopk.partition import equal_bounds
+from oktopk.selection import gaussian_select
+from oktopk.types import Reduced, SparseVector, Stats
+
+
+class GaussianK(Stateless):
+    """Volume 2k'(P-1), k' being what the threshold lets through."""
+
+    def __init__(self, config: GaussianKConfig, tools: Tools) -> None:
+        self._config, self._tools = config, tools
+
+    def reduce(self, acc: Tensor, k: int) -> Reduced:
+        # 1. Choose locally.
+        chosen, threshold = gaussian_select(
+            acc, k, self._config.corrections, self._config.tolerance, self._tools.kernels
+        )
+        # 2. Sum, by owners of regions or everywhere.
+        exchange = self._by_regions if self._config.split_and_reduce else self._everywhere
+        total, sent = exchange(chosen)
+        return Reduced(mean_of(total, self._tools.world_size), sent, Stats(chosen.nnz, total.nnz, threshold))
+
+    def _everywhere(self, chosen: SparseVector) -> tuple[SparseVector, SparseVector]:
+        return gather_vectors(chosen, self._tools)
+
+    def _by_regions(self, chosen: SparseVector) -> tuple[SparseVector, SparseVector]:
+        bounds = equal_bounds(chosen.numel, self._tools.world_size)
+        region, values = split_and_reduce(chosen, bounds, self._config.in_flight, self._tools)
+        total, lost, _ = gather_regions(region, bounds, self._tools)
+        return total, less(chosen.with_values(values), lost)

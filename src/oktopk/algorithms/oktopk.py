@@ -1,0 +1,89 @@
+"""Ok-Topk (Li and Hoefler, PPoPP'22): a sparse all-reduce whose volume does not grow with the number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from oktopk.algorithms.base import less, mean_of
+from oktopk.collectives import Tools, gather_regions, split_and_reduce
+from oktopk.config import OkTopkConfig
+from oktopk.partition import balanced_bounds
+from oktopk.schedule import is_due
+from oktopk.selection import ReusedThreshold, Winners, take, winners, winners_above
+from oktopk.types import Reduced, SparseVector, Stats
+
+
+class OkTopk:
+    """Volume about 4k(P-1)/P words with fresh thresholds, never above 6k(P-1)/P; no method can do with less than 2k."""
+
+    def __init__(self, config: OkTopkConfig, tools: Tools) -> None:
+        self._config, self._tools = config, tools
+        self._local = ReusedThreshold(
+            config.reestimate_every, config.local_nudge, config.local_nudge, config.local_keep, config.cap
+        )
+        self._global = ReusedThreshold(
+            config.reestimate_every, config.global_nudge_up, config.global_nudge_down, config.global_keep, config.cap
+        )
+        self._octave = 127  # where the last global threshold was: 2**0 to begin with
+        self._bounds: list[int] = []
+        self._step = 0
+
+    def reduce(self, acc: Tensor, k: int) -> Reduced:
+        tools = self._tools
+        # 1. Choose locally.
+        chosen, threshold = self._choose(acc, k)
+        # 2. Agree on regions that hold equally many of the chosen coordinates.
+        bounds = self._regions(chosen)
+        # 3. Send each coordinate to the rank that owns its region, and sum there.
+        region, values = split_and_reduce(chosen, bounds, self._config.in_flight, tools)
+        # 4. Keep the global winners.
+        won = self._win(region, k, acc.numel())
+        # 5. Tell everyone, after evening the blocks out if one is far longer than the mean.
+        total, lost, sizes = gather_regions(won.kept, bounds, tools, self._config.balance_factor)
+        # 6. An entry leaves this rank only if this rank chose it and it survived globally.
+        survived = tools.kernels.intersect(chosen.indices, total.indices)
+        sent = less(take(chosen.with_values(values), survived), lost)
+        self._step += 1
+        imbalance = max(sizes) * len(sizes) / max(1, sum(sizes))
+        stats = Stats(chosen.nnz, total.nnz, threshold, won.threshold, imbalance)
+        return Reduced(mean_of(total, tools.world_size), sent, stats)
+
+    def _choose(self, acc: Tensor, k: int) -> tuple[SparseVector, float]:
+        if self._config.threshold == "reused":
+            return self._local.select(acc, k, self._tools.kernels)
+        return self._tools.kernels.select_topk(acc, k)
+
+    def _regions(self, chosen: SparseVector) -> list[int]:
+        if not self._bounds or is_due(self._step, self._config.repartition_every):
+            self._bounds = balanced_bounds(chosen.indices, chosen.numel, self._tools.transport)
+        return self._bounds
+
+    def _win(self, region: SparseVector, k: int, numel: int) -> Winners:
+        if self._config.threshold == "reused" and not self._global.is_due(k):
+            won = winners_above(region, self._global.value, self._octave)
+            count = sum(row[0] for row in self._tools.transport.agree([won.kept.nnz]))
+            if count and not self._global.is_too_many(count, k):
+                self._global.nudge(count, k)
+                return won
+        won = winners(region, k, self._octave, numel, self._tools.transport, self._tools.kernels)
+        self._octave = won.octave
+        self._global.renew(won.threshold, k)
+        return won
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "step": self._step,
+            "octave": self._octave,
+            "bounds": list(self._bounds),
+            "local": self._local.state_dict(),
+            "global": self._global.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._step, self._octave = int(state["step"]), int(state["octave"])
+        self._bounds = [int(bound) for bound in state["bounds"]]
+        self._local.load_state_dict(state["local"])
+        self._global.load_state_dict(state["global"])

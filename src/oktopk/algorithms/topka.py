@@ -1,0 +1,33 @@
+"""Top-k with an all-gather: each rank's largest entries go to everyone."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from oktopk.algorithms.base import Stateless, mean_of
+from oktopk.collectives import Tools, gather_vectors
+from oktopk.config import TopkAConfig
+from oktopk.selection import take
+from oktopk.types import Reduced, SparseVector, Stats
+
+
+class TopkA(Stateless):
+    """Volume 2k(P-1): grows with the number of ranks."""
+
+    def __init__(self, config: TopkAConfig, tools: Tools) -> None:
+        self._config, self._tools = config, tools
+
+    def reduce(self, acc: Tensor, k: int) -> Reduced:
+        # 1. Choose locally. Kept apart: the cut below chooses again.
+        picked, threshold = self._tools.kernels.select_topk(acc, k)
+        chosen = SparseVector(picked.indices.clone(), picked.values.clone(), picked.numel)
+        # 2. Tell everyone, and sum in the order of ranks.
+        total, sent = gather_vectors(chosen, self._tools)
+        # 3. Optionally keep only the k largest sums.
+        cut = 0.0
+        if self._config.global_cut and total.nnz > k:
+            kept, cut = self._tools.kernels.select_topk(total.values, k)
+            total = take(total, kept.indices.long())
+            sent = take(sent, self._tools.kernels.intersect(sent.indices, total.indices))
+        stats = Stats(chosen.nnz, total.nnz, threshold, cut)
+        return Reduced(mean_of(total, self._tools.world_size), sent, stats)

@@ -1,0 +1,111 @@
+"""Exchanges that several algorithms share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import inf
+
+import torch
+from torch import Tensor
+
+from oktopk.kernels.base import Kernels
+from oktopk.partition import join, split
+from oktopk.transport.base import Transport
+from oktopk.types import SparseVector
+from oktopk.wire import Wire
+
+
+@dataclass(frozen=True)
+class Tools:
+    """What an algorithm works with."""
+
+    transport: Transport
+    wire: Wire
+    exact: Wire  # for messages that must not be rounded
+    kernels: Kernels
+
+    @property
+    def is_rounding(self) -> bool:
+        """Whether values change on the wire."""
+        return self.wire.values != "float32"
+
+    @property
+    def world_size(self) -> int:
+        return self.transport.world_size
+
+    @property
+    def rank(self) -> int:
+        return self.transport.rank
+
+
+def split_and_reduce(
+    chosen: SparseVector, bounds: Sequence[int], in_flight: int, tools: Tools
+) -> tuple[SparseVector, Tensor]:
+    """Send every chosen pair to the owner of its region; the sum over ranks in the own region, and what was sent.
+
+    The second result is `chosen.values` as their receivers see them. The own part is not rounded: it does not travel.
+    """
+    parts = split(chosen, bounds)
+    own = parts[tools.rank]
+    packed = [None if part is own else tools.wire.pack(part) for part in parts]
+    nothing = torch.empty(0, dtype=torch.uint8, device=tools.transport.device)
+    received = [own]
+    for source, message in tools.transport.all_to_all([p.message if p else nothing for p in packed], in_flight):
+        if source != tools.rank:
+            received.append(tools.wire.unpack(message))
+    # In the order of distance, whatever arrived first: the bits of a sum depend on its order.
+    region = tools.kernels.sum_sparse(received)
+    sent = torch.cat([part.values if p is None else p.values for part, p in zip(parts, packed, strict=True)])
+    return region, sent
+
+
+def gather_vectors(chosen: SparseVector, tools: Tools) -> tuple[SparseVector, SparseVector]:
+    """The sum of everyone's vector, in the order of ranks; and the own vector as the others saw it."""
+    packed = tools.wire.pack(chosen)
+    sent = chosen.with_values(packed.values)
+    messages = tools.transport.all_gather(packed.message)
+    vectors = [sent if rank == tools.rank else tools.wire.unpack(message) for rank, message in enumerate(messages)]
+    return tools.kernels.sum_sparse(vectors), sent
+
+
+def gather_regions(
+    block: SparseVector, bounds: Sequence[int], tools: Tools, balance_factor: float = inf
+) -> tuple[SparseVector, SparseVector, list[int]]:
+    """Everyone's block as one vector; what rounding took from the own block; the size of each block.
+
+    When the largest block exceeds `balance_factor` times the mean, the blocks are evened out before they are gathered.
+    """
+    packed = tools.wire.pack(block)
+    announced = tools.transport.agree([block.nnz, packed.message.numel()])
+    counts = [row[0] for row in announced]
+    if max(counts) * tools.world_size > balance_factor * sum(counts):
+        even, whole = even_out(block, counts, bounds, tools), [0] * tools.world_size + [bounds[-1]]
+        return *gather_regions(even, whole, tools)[:2], counts
+    messages = tools.transport.all_gather(packed.message, [row[1] for row in announced])
+    blocks = [
+        block.with_values(packed.values) if rank == tools.rank else tools.wire.unpack(message)
+        for rank, message in enumerate(messages)
+    ]
+    lost = SparseVector(block.indices + bounds[tools.rank], block.values - packed.values, bounds[-1])
+    return join(blocks, bounds), lost, counts
+
+
+def even_out(block: SparseVector, sizes: Sequence[int], bounds: Sequence[int], tools: Tools) -> SparseVector:
+    """Move entries between ranks until all blocks are equally long; the new block, with indices that count from 0.
+
+    Blocks stay in the order of indices.
+    """
+    start, total = sum(sizes[: tools.rank]), sum(sizes)
+    low, numel = bounds[tools.rank], bounds[-1]
+    shares = [total * rank // tools.world_size for rank in range(tools.world_size + 1)]
+    cuts = [min(max(share - start, 0), block.nnz) for share in shares]
+    moved = [
+        tools.exact.pack(SparseVector(block.indices[a:b] + low, block.values[a:b], numel)).message
+        for a, b in pairwise(cuts)
+    ]
+    pieces: dict[int, SparseVector] = {}
+    for source, message in tools.transport.all_to_all(moved):
+        pieces[source] = tools.exact.unpack(message)
+    return join([pieces[rank] for rank in range(tools.world_size)], [0] * tools.world_size + [numel])

@@ -1,0 +1,385 @@
+"""The way of one gradient: agree, compensate, reduce, retain, record."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from oktopk.agreement import Terms, check_terms
+from oktopk.algorithms import ALGORITHMS, Algorithm
+from oktopk.collectives import Tools
+from oktopk.config import DenseConfig, Density, ReducerConfig, split_options
+from oktopk.errors import CheckpointError, CommunicationError, ConfigError, OkTopkError, UnsupportedError, nearest
+from oktopk.feedback import Feedback, Layout, residual_dtype
+from oktopk.kernels import choose
+from oktopk.metrics import Clock, Sink, StepRecord, merge, timed
+from oktopk.schedule import Schedule
+from oktopk.transport import MeteredTransport, Transport, open_transport
+from oktopk.transport.base import all_reduce_bytes
+from oktopk.types import Reduced, SparseVector, Stats
+from oktopk.wire import Wire
+
+log = logging.getLogger("oktopk")
+
+FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+_KERNEL_PHASES = {
+    "all_finite": "select", "accumulate_": "select", "select_topk": "select", "select_above": "select",
+    "count_above": "select", "magnitude_histogram": "select", "intersect": "select", "retain_": "select",
+    "sum_sparse": "sum", "fill_": "unpack",
+}  # fmt: skip
+
+
+class Reducer:
+    """Reduces gradients over ranks, and remembers what is still owed.
+
+    Example (one process; under torchrun every rank does the same):
+
+    >>> import torch, oktopk
+    >>> reducer = oktopk.Reducer(algorithm="oktopk", density=0.01)
+    >>> mean = reducer.reduce("weight", torch.randn(100, 100))
+    >>> mean.count_nonzero().item(), reducer.last_step.phase
+    (100, 'sparse')
+    >>> reducer.close()
+    """
+
+    def __init__(
+        self,
+        algorithm: str = "oktopk",
+        density: Density = 0.01,
+        group: Any = None,
+        warmup_steps: int = 0,
+        wire: str = "float32",
+        *,
+        metrics: Sink | None = None,
+        timeout: timedelta | float | None = None,
+        **options: Any,
+    ) -> None:
+        """Make a reducer; every rank of `group` (a ProcessGroup, a Transport, or None for all) must do the same.
+
+        `options` are fields of the algorithm's configuration and of `ReducerConfig`.
+        """
+        if algorithm not in ALGORITHMS:
+            raise ConfigError(f"unknown algorithm {algorithm!r}. {nearest(str(algorithm), ALGORITHMS)}")
+        self.algorithm = algorithm
+        config_class, self._algorithm_class = ALGORITHMS[algorithm]
+        own, shared = split_options(options, config_class, ReducerConfig)
+        self._algorithm_config = config_class(**own)
+        self.config = ReducerConfig(density=density, warmup_steps=warmup_steps, wire=wire, **shared)
+        self.schedule = Schedule(self.config.density, self.config.warmup_steps)
+        self._metrics = metrics
+        self._open(open_transport(group, timeout))
+
+    def _open(self, transport: Transport) -> None:
+        self._clock = Clock()
+        self._transport = MeteredTransport(transport, self._clock)
+        self.rank, self.world_size = transport.rank, transport.world_size
+        self.kernels_choice = choose(transport.device)
+        kernels = timed(self.kernels_choice.kernels, self._clock, _KERNEL_PHASES)
+        phases = {"pack": "pack", "unpack": "unpack"}
+        exact = timed(Wire("float32"), self._clock, phases)
+        rounding = timed(Wire(self.config.wire), self._clock, phases)
+        self._tools = Tools(self._transport, rounding, exact, kernels)
+        self._dense = ALGORITHMS["dense"][1](DenseConfig(), Tools(self._transport, exact, exact, kernels))
+        self.feedback = Feedback(kernels)
+        self._algorithms: dict[Layout, Algorithm] = {}
+        self._loaded_algorithms: dict[str, Mapping[str, Any]] = {}
+        self._steps: dict[str, int] = {}
+        self._shapes: dict[str, torch.Size] = {}
+        self._records: list[StepRecord] = []
+        self._thread = _CommunicationThread(self._describe_fault, self._transport)
+
+    # -- reducing ------------------------------------------------------------------------------------------------
+
+    def reduce(self, name: str, grad: Tensor) -> Tensor:
+        """The mean over ranks of `grad` and what is owed to `name`. Blocks; `grad` stays as it is."""
+        self._shapes[name] = grad.shape
+        flat = grad.detach().reshape(-1).clone()
+        return self._thread.run(lambda: self._reduce_([(name, flat.numel())], flat)).view(grad.shape)
+
+    def submit(self, layout: Sequence[tuple[str, int]], flat: Tensor) -> torch.futures.Future[Tensor]:
+        """Reduce a flat bucket of several parameters in place, on the communication thread.
+
+        `layout` lists (name, numel) in the order they lie in `flat`. Buckets are reduced in the order of submission,
+        which must be the same on all ranks.
+        """
+        return self._thread.submit(lambda: self._reduce_(layout, flat))
+
+    @property
+    def step(self) -> int:
+        """How many steps are behind us."""
+        return max(self._steps.values(), default=0)
+
+    @property
+    def last_step(self) -> StepRecord:
+        """All buckets of the latest step as one record."""
+        if not self._records:
+            raise OkTopkError("nothing has been reduced yet: last_step exists after the first reduce.")
+        return merge(self._records)
+
+    def _reduce_(self, pairs: Sequence[tuple[str, int]], flat: Tensor) -> Tensor:
+        layout: Layout = tuple((str(name), int(numel)) for name, numel in pairs)
+        self._restart_meters()
+        step = max((self._steps.get(name, 0) for name, _ in layout), default=0)
+        is_sparse = not self.schedule.is_warmup(step) and flat.numel() >= max(1, self.config.min_numel)
+        k = self.schedule.k_at(step, flat.numel()) if is_sparse else flat.numel()
+        skip = self._agree(layout, flat, step, k)
+        if skip:
+            reduced = Reduced(flat.fill_(float("nan")), flat, Stats(0, 0))
+        elif is_sparse:
+            reduced = self._reduce_sparse_(layout, flat, k)
+        else:
+            reduced = self._reduce_dense_(layout, flat)
+        self._steps |= dict.fromkeys((name for name, _ in layout), step + 1)
+        self._record(layout, flat, step, k, is_sparse, reduced, skip)
+        return flat
+
+    def _agree(self, layout: Layout, flat: Tensor, step: int, k: int) -> bool:
+        """Whether to skip; raises on every rank when ranks differ, or when one of them has a bad gradient."""
+        fault = _refusal(layout, flat)
+        finite = fault is None and self._tools.kernels.all_finite(flat)
+        mine = Terms(layout, flat.dtype, step, k, self._digestible(), finite, fault)
+        return check_terms(mine, self._transport, self.config.on_nonfinite)
+
+    def _reduce_sparse_(self, layout: Layout, flat: Tensor, k: int) -> Reduced:
+        acc = self.feedback.compensate(layout, flat)
+        reduced = self._algorithm_for(layout).reduce(acc, k)
+        self.feedback.retain(layout, reduced.sent)
+        if isinstance(reduced.mean, SparseVector):
+            self._tools.kernels.fill_(flat, reduced.mean, 1.0)
+        else:
+            flat.copy_(reduced.mean)
+        return reduced
+
+    def _reduce_dense_(self, layout: Layout, flat: Tensor) -> Reduced:
+        owes = self.feedback.owes(layout)
+        acc = self.feedback.compensate(layout, flat) if owes else flat.to(residual_dtype(flat.dtype))
+        reduced: Reduced = self._dense.reduce(acc, flat.numel())
+        flat.copy_(cast(Tensor, reduced.mean))
+        if owes:
+            self.feedback.retain(layout, reduced.sent)
+        return reduced
+
+    def _algorithm_for(self, layout: Layout) -> Algorithm:
+        if layout not in self._algorithms:
+            algorithm: Algorithm = self._algorithm_class(self._algorithm_config, self._tools)
+            saved = self._loaded_algorithms.pop(_key(layout), None)
+            if saved is not None:
+                algorithm.load_state_dict(saved)
+            self._algorithms[layout] = algorithm
+        return self._algorithms[layout]
+
+    # -- records -------------------------------------------------------------------------------------------------
+
+    def _restart_meters(self) -> None:
+        self._transport.restart()
+        self._clock.restart()
+
+    def _record(
+        self, layout: Layout, flat: Tensor, step: int, k: int, is_sparse: bool, reduced: Reduced, skipped: bool
+    ) -> None:
+        meter, stats = self._transport, reduced.stats
+        record = StepRecord(
+            step=step,
+            phase="sparse" if is_sparse else "dense",
+            bucket=layout[0][0] if layout else "",
+            numel=flat.numel(),
+            k=k,
+            selected_local=stats.selected_local,
+            selected_global=stats.selected_global,
+            bytes_sent=meter.bytes_sent,
+            bytes_received=meter.bytes_received,
+            dense_bytes=all_reduce_bytes(flat.numel() * flat.element_size(), self.world_size),
+            messages=meter.messages,
+            threshold_local=stats.threshold_local,
+            threshold_global=stats.threshold_global,
+            imbalance=stats.imbalance,
+            residual_norm=self.feedback.norm(layout),
+            seconds=dict(self._clock.seconds),
+            message_sizes=meter.message_sizes,
+            skipped=skipped,
+        )
+        self._records = [r for r in self._records if r.step == step and r.bucket != record.bucket] + [record]
+        if self._metrics is not None:
+            self._metrics(record)
+
+    def _describe_fault(self) -> str:
+        return f"rank {self.rank} of {self.world_size}, step {self.step}, phase {self._clock.last}"
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    def residuals(self) -> dict[str, Tensor]:
+        """A copy of what is still owed, by parameter name."""
+        flat = self.feedback.state_dict()
+        return {name: r.view(self._shapes[name]) if name in self._shapes else r for name, r in flat.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state: tensors and plain values only. Every rank has its own."""
+        algorithms = {_key(layout): algorithm.state_dict() for layout, algorithm in self._algorithms.items()}
+        return {
+            "version": 1,
+            "algorithm": self.algorithm,
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "steps": dict(self._steps),
+            "residuals": self.feedback.state_dict(),
+            "algorithms": {**self._loaded_algorithms, **algorithms},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue exactly where the state was taken."""
+        for what, mine in (("algorithm", self.algorithm), ("world_size", self.world_size), ("rank", self.rank)):
+            if state[what] != mine:
+                raise CheckpointError(
+                    f"this state is of {what} {state[what]!r}, but this reducer has {mine!r}: "
+                    "load the state that the same rank saved with the same settings."
+                )
+        self._steps = {str(name): int(step) for name, step in state["steps"].items()}
+        self.feedback.load_state_dict(state["residuals"])
+        self._algorithms, self._loaded_algorithms = {}, dict(state["algorithms"])
+
+    def close(self) -> None:
+        """Stop the communication thread and leave the process group. The reducer cannot be used afterwards."""
+        self._thread.close()
+
+    def __enter__(self) -> Reducer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _digestible(self) -> str:
+        """What must be the same on all ranks, as text."""
+        shared = {name: value for name, value in asdict(self.config).items() if name != "density"}
+        return f"{self.algorithm} {self._algorithm_config} {shared}"
+
+
+def _refusal(layout: Layout, flat: Tensor) -> OkTopkError | None:
+    """Why this tensor cannot be reduced, if so. Returned, not raised: the other ranks must hear of it first."""
+    if flat.dtype not in FLOATING:
+        return UnsupportedError(
+            f"cannot reduce {layout[0][0] if layout else 'a tensor'!r} of dtype {flat.dtype}: only float32, float16, "
+            "bfloat16 and float64 can be sparsified. Use torch.distributed.all_reduce for integers, and "
+            "torch.view_as_real for complex tensors."
+        )
+    total = sum(numel for _, numel in layout)
+    if total != flat.numel():
+        return UnsupportedError(f"the layout names {total} entries, but the tensor has {flat.numel()}.")
+    return None
+
+
+def _key(layout: Layout) -> str:
+    return ",".join(f"{name}:{numel}" for name, numel in layout)
+
+
+@dataclass
+class _Job:
+    work: Callable[[], Tensor]
+    future: torch.futures.Future[Tensor]
+    done: threading.Event = field(default_factory=threading.Event)
+    result: Tensor | None = None
+    error: BaseException | None = None
+
+
+class _CommunicationThread:
+    """Does one job after the other, in the order they came. A job that fails ends all that follow."""
+
+    def __init__(self, describe: Callable[[], str], transport: Transport) -> None:
+        self._describe, self._transport = describe, transport
+        self._jobs: queue.Queue[_Job | None] = queue.Queue()
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._work, name="oktopk-communication", daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Callable[[], Tensor]) -> torch.futures.Future[Tensor]:
+        return self._put(work).future
+
+    def run(self, work: Callable[[], Tensor]) -> Tensor:
+        job = self._put(work)
+        job.done.wait()
+        if job.error is not None:
+            raise job.error
+        assert job.result is not None
+        return job.result
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            self._jobs.put(None)
+            self._thread.join()
+            self._transport.close()
+
+    def _put(self, work: Callable[[], Tensor]) -> _Job:
+        if self.error is not None:
+            raise self.error
+        if not self._thread.is_alive():
+            raise OkTopkError("this reducer is closed.")
+        job = _Job(work, torch.futures.Future())
+        self._jobs.put(job)
+        return job
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                if self.error is not None:
+                    raise self.error
+                job.result = job.work()
+            except Exception as error:
+                job.error = self._explain(error)
+            finally:
+                self._finish(job)
+
+    def _explain(self, error: Exception) -> Exception:
+        """Errors that all ranks agreed on leave the group intact; any other one makes this rank leave it."""
+        if isinstance(error, OkTopkError) and not isinstance(error, CommunicationError):
+            return error
+        if self.error is None:
+            self.error = CommunicationError(f"reduction failed on {self._describe()}: {error}")
+            self.error.__cause__ = error
+            self._transport.abort()
+        return cast(Exception, self.error)
+
+    def _finish(self, job: _Job) -> None:
+        job.done.set()
+        if job.error is not None:
+            job.future.set_exception(job.error)  # type: ignore[arg-type]  # torch types it as the result
+        else:
+            job.future.set_result(cast(Tensor, job.result))
+
+
+def sparse_allreduce(
+    tensor: Tensor, density: float = 0.01, algorithm: str = "oktopk", group: Any = None, **options: Any
+) -> Reduced:
+    """Reduce one tensor once, with nothing owed before.
+
+    `mean` has the shape and dtype of `tensor`; `sent` is what left this rank, so `tensor - sent.to_dense()` (flat) is
+    what a caller who reduces again should add to the next tensor.
+
+    >>> import torch, oktopk
+    >>> reduced = oktopk.sparse_allreduce(torch.tensor([3.0, -1.0, 0.5, 0.1]), density=0.5, min_numel=0)
+    >>> reduced.mean
+    tensor([ 3., -1.,  0.,  0.])
+    """
+    with Reducer(algorithm, density, group, **options) as reducer:
+        mean = reducer.reduce("tensor", tensor)
+        residual = reducer.residuals().get("tensor", torch.zeros_like(mean, dtype=residual_dtype(tensor.dtype)))
+        sent = tensor.detach().to(residual.dtype).reshape(-1) - residual.reshape(-1)
+        indices = sent.nonzero().flatten()
+        return Reduced(mean, SparseVector(indices, sent[indices], tensor.numel()), _stats(reducer.last_step))
+
+
+def _stats(record: StepRecord) -> Stats:
+    return Stats(
+        record.selected_local,
+        record.selected_global,
+        record.threshold_local,
+        record.threshold_global,
+        record.imbalance,
+    )

@@ -1,0 +1,212 @@
+"""Which coordinates: thresholds that are exact, agreed between ranks, re-used, or Gaussian."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oktopk.kernels.base import Kernels
+from oktopk.schedule import is_due
+from oktopk.transport.base import Transport
+from oktopk.types import SparseVector, index_dtype
+
+# The histogram that ranks add up to agree on a global threshold: one bin per power of two, then 512 bins inside one.
+_EXPONENT_SHIFT, _EXPONENTS = 23, 256
+_FINE_SHIFT, _FINE_BINS = 14, 512
+HISTOGRAM_WORDS = _EXPONENTS + 2 * _FINE_BINS  # at most: the guessed octave, and another when the guess was wrong
+
+
+@dataclass(frozen=True)
+class Winners:
+    """The entries of this rank's region that survive globally."""
+
+    kept: SparseVector
+    threshold: float
+    octave: int  # the power of two the threshold lies in: the guess for the next step
+
+
+def winners(region: SparseVector, k: int, octave: int, numel: int, transport: Transport, kernels: Kernels) -> Winners:
+    """Keep about k of `numel` entries over the regions of all ranks, those largest in magnitude.
+
+    All ranks add up a small histogram of magnitudes and read the same threshold off it. Only when many entries tie at
+    the threshold do they count those ties, and take them in the order of ranks and indices until k are reached.
+    """
+    histograms = _Histograms(region.values, index_dtype(numel), transport, kernels)
+    cut = _agree_on_cut(histograms, k, octave)
+    if not cut.excess:
+        return winners_above(region, cut.threshold, cut.octave)
+    reached = _at_least(region.values, cut.threshold)
+    tied = (reached & ~_at_least(region.values, cut.next_threshold)).nonzero().flatten()
+    reached[tied[_share_of_ties(tied.numel(), cut.wanted, transport) :]] = False
+    return Winners(take(region, reached.nonzero().flatten()), cut.threshold, cut.octave)
+
+
+def winners_above(region: SparseVector, threshold: float, octave: int) -> Winners:
+    """Keep what reaches a threshold that is known already."""
+    return Winners(take(region, _at_least(region.values, threshold).nonzero().flatten()), threshold, octave)
+
+
+def take(vector: SparseVector, positions: Tensor) -> SparseVector:
+    """The entries at these positions of the index list."""
+    return SparseVector(vector.indices[positions], vector.values[positions], vector.numel)
+
+
+@dataclass(frozen=True)
+class _Cut:
+    threshold: float
+    octave: int
+    next_threshold: float = 0.0  # upper border of the bin that starts at threshold
+    wanted: int = 0  # how many of that bin's entries to take, when it has too many
+    excess: bool = False
+
+
+def _agree_on_cut(histograms: _Histograms, k: int, octave: int) -> _Cut:
+    exponents, fine = histograms.exponents_and_octave(octave)
+    if int(exponents.sum()) <= k:
+        return _Cut(0.0, octave)
+    from_top = exponents.flip(0).cumsum(0).flip(0)
+    found = int((from_top >= k).nonzero().max())
+    if found != octave:
+        fine = histograms.octave(found)
+    above_octave = int(from_top[found + 1]) if found + 1 < _EXPONENTS else 0
+    return _cut_inside(fine, found, above_octave, k)
+
+
+def _cut_inside(fine: Tensor, octave: int, above_octave: int, k: int) -> _Cut:
+    """The border of a fine bin that lets about k through."""
+    from_top = fine.flip(0).cumsum(0).flip(0) + above_octave
+    bin_of = int((from_top >= k).nonzero().max())
+    with_bin, without = int(from_top[bin_of]), int(from_top[bin_of]) - int(fine[bin_of])
+    low, high = _bin_border(octave, bin_of), _bin_border(octave, bin_of + 1)
+    slack = max(k // 50, 16)
+    if with_bin - k <= slack:
+        return _Cut(low, octave)
+    if k - without <= slack and without > 0:
+        return _Cut(high, octave)
+    return _Cut(low, octave, high, k - without, excess=True)
+
+
+def _share_of_ties(mine: int, wanted: int, transport: Transport) -> int:
+    """How many of its ties this rank keeps, when all ranks together keep `wanted`: lower ranks first."""
+    counts = [row[0] for row in transport.agree([mine])]
+    return min(max(0, wanted - sum(counts[: transport.rank])), mine)
+
+
+@dataclass(frozen=True)
+class _Histograms:
+    """Histograms of the magnitudes in all regions together. Sums that cancelled to zero count nowhere."""
+
+    values: Tensor
+    dtype: torch.dtype  # wide enough for the count of all entries
+    transport: Transport
+    kernels: Kernels
+
+    def exponents_and_octave(self, octave: int) -> tuple[Tensor, Tensor]:
+        """Both in one message."""
+        counts = self._summed(torch.cat([self._count(_EXPONENT_SHIFT, 0, _EXPONENTS), self._count_octave(octave)]))
+        return counts[:_EXPONENTS], counts[_EXPONENTS:]
+
+    def octave(self, octave: int) -> Tensor:
+        return self._summed(self._count_octave(octave))
+
+    def _count_octave(self, octave: int) -> Tensor:
+        return self._count(_FINE_SHIFT, octave << (_EXPONENT_SHIFT - _FINE_SHIFT), _FINE_BINS)
+
+    def _count(self, shift: int, first: int, bins: int) -> Tensor:
+        counts = self.kernels.magnitude_histogram(self.values, shift, first, bins).clone()
+        if first == 0:
+            counts[0] -= (self.values == 0).sum()
+        return counts
+
+    def _summed(self, counts: Tensor) -> Tensor:
+        return self.transport.all_reduce_(counts.to(self.dtype).to(self.transport.device)).to(torch.int64).cpu()
+
+
+def _bin_border(octave: int, bin_of: int) -> float:
+    bits = (octave << _EXPONENT_SHIFT) + (bin_of << _FINE_SHIFT)
+    border: float = struct.unpack("<f", struct.pack("<I", bits))[0]
+    return border
+
+
+def _at_least(values: Tensor, threshold: float) -> Tensor:
+    # Compared as float32, as the histogram was, so that counts and choice agree for float64 too.
+    magnitude = values.abs().float()
+    return (magnitude >= threshold) & (values != 0)
+
+
+class ReusedThreshold:
+    """The paper's local threshold: exact every so often, nudged towards k in between, never far above k."""
+
+    def __init__(self, every: int, nudge_up: float, nudge_down: float, keep: tuple[float, float], cap: float) -> None:
+        self._every, self._up, self._down, self._keep, self._cap = every, nudge_up, nudge_down, keep, cap
+        self.value = 0.0
+        self._age = 0
+        self._k = 0
+
+    def is_due(self, k: int) -> bool:
+        """Whether an exact threshold must be found now: the period is over, or k is not what it was."""
+        return k != self._k or is_due(self._age, self._every)
+
+    def is_too_many(self, count: int, k: int) -> bool:
+        return count > self._cap * k
+
+    def renew(self, value: float, k: int) -> None:
+        self.value, self._k, self._age = value, k, 1
+
+    def nudge(self, count: int, k: int) -> None:
+        """Move the threshold when too many or too few passed it."""
+        self._age += 1
+        if count > self._keep[1] * k:
+            self.value *= self._up
+        elif count < self._keep[0] * k:
+            self.value /= self._down
+
+    def select(self, x: Tensor, k: int, kernels: Kernels) -> tuple[SparseVector, float]:
+        """Choose locally: re-use the threshold unless it is due, or lets too many through."""
+        if not self.is_due(k):
+            threshold = self.value
+            # Counted first: a stale threshold must not blow up the buffers that a selection fills.
+            count = kernels.count_above(x, threshold)
+            if count and not self.is_too_many(count, k):
+                self.nudge(count, k)
+                return kernels.select_above(x, threshold), threshold
+        chosen, threshold = kernels.select_topk(x, k)
+        self.renew(threshold, k)
+        return chosen, threshold
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value, "age": self._age, "k": self._k}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.value, self._age, self._k = float(state["value"]), int(state["age"]), int(state["k"])
+
+
+def gaussian_select(
+    x: Tensor, k: int, corrections: int, tolerance: float, kernels: Kernels
+) -> tuple[SparseVector, float]:
+    """Choose by the threshold a normal distribution would have, corrected until the count is near k.
+
+    When the corrections do not get there (a gradient far from normal), the exact threshold is used instead: the volume
+    of a step must not depend on luck.
+    """
+    low, high = k * (1 - tolerance), k * (1 + tolerance)
+    threshold = _normal_threshold(x, k)
+    for _ in range(corrections):
+        count = kernels.count_above(x, threshold)
+        if low <= count <= high:
+            return kernels.select_above(x, threshold), threshold
+        # The tail of a normal falls like exp(-t^2/2): the relative step shrinks as the count gets close.
+        threshold *= 1.5 if count > 2 * k else 0.5 if count < k / 2 else (count / k) ** 0.25
+    return kernels.select_topk(x, k)
+
+
+def _normal_threshold(x: Tensor, k: int) -> float:
+    mean, std = float(x.mean()), float(x.std(correction=0))
+    tail = min(0.5, k / x.numel() / 2)
+    return abs(mean) + std * abs(NormalDist().inv_cdf(tail))
