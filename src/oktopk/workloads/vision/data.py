@@ -60,7 +60,7 @@ class Images:
 def load_images(data: str, size: int, resize: bool, verify: bool) -> Images:
     """The set named by 'shapes' or a path. `resize`: stream images of any size from a folder, scaled to `size`."""
     if data == EMBEDDED:
-        return _in_memory("shapes", _cached_arrays("shapes", (1, TRAIN_SHAPES, VALID_SHAPES), _draw_shapes))
+        return _in_memory("shapes", _cached_arrays("shapes", (2, TRAIN_SHAPES, VALID_SHAPES), _draw_shapes))
     path = Path(data).expanduser()
     layout = find_layout(path)
     if layout == "CIFAR-10":

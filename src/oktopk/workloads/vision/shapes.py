@@ -26,16 +26,16 @@ def draw(count: int, seed: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
 def _draw_chunk(labels: NDArray[np.int64], rng: np.random.Generator) -> NDArray[np.uint8]:
     count = len(labels)
     image = _background(count, rng)
-    for _ in range(3):
+    for _ in range(2):
         _paint_(image, _debris(count, rng), _colours(count, rng))
     mask = np.zeros((count, SIZE, SIZE), dtype=bool)
-    u, v = _coordinates(count, rng, scale=(6.5, 11.0), shift=5.0)
+    u, v = _coordinates(count, rng, scale=(7.5, 12.0), shift=4.0)
     for label, inside in enumerate(_INSIDE):
         chosen = labels == label
         mask[chosen] = inside(u[chosen], v[chosen])
     _paint_(image, mask, _contrasting(image, mask, rng))
     _paint_(image, _debris(count, rng), _colours(count, rng))
-    image += rng.normal(0.0, 18.0, image.shape).astype(np.float32)
+    image += rng.normal(0.0, 12.0, image.shape).astype(np.float32)
     return np.clip(image, 0, 255).astype(np.uint8)
 
 
@@ -60,9 +60,9 @@ def _coordinates(count: int, rng: np.random.Generator, scale: tuple[float, float
     x, y = x - one_each(-shift, shift), y - one_each(-shift, shift)
     u = (np.cos(angle) * x + np.sin(angle) * y) / (size * one_each(0.8, 1.2))
     v = (np.cos(angle) * y - np.sin(angle) * x) / size
-    u = u + one_each(-0.25, 0.25) * v
-    bent_u = u + 0.08 * np.sin(4 * v + one_each(0, 6))
-    bent_v = v + 0.08 * np.sin(4 * u + one_each(0, 6))
+    u = u + one_each(-0.2, 0.2) * v
+    bent_u = u + 0.06 * np.sin(4 * v + one_each(0, 6))
+    bent_v = v + 0.06 * np.sin(4 * u + one_each(0, 6))
     return bent_u, bent_v
 
 

@@ -1,0 +1,1 @@
+"""BERT pre-training: masked words and next sentences."""
