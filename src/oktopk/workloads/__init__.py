@@ -14,6 +14,21 @@ WORKLOADS: dict[str, tuple[str, str, str]] = {
         "oktopk.workloads.speech.workload:SpeechWorkload",
         "speech",
     ),
+    "vision": (
+        "oktopk.workloads.vision.workload:VisionConfig",
+        "oktopk.workloads.vision.workload:VisionWorkload",
+        "trainer",
+    ),
+    "bert": (
+        "oktopk.workloads.bert.workload:BertConfig",
+        "oktopk.workloads.bert.workload:BertWorkload",
+        "bert",
+    ),
+    "ptb": (
+        "oktopk.workloads.ptb.workload:PtbConfig",
+        "oktopk.workloads.ptb.workload:PtbWorkload",
+        "trainer",
+    ),
 }
 
 

@@ -204,6 +204,6 @@ def _require_pairs(pairs: int, singles: int, part: str, source: str) -> None:
         )
     if pairs < 2:
         raise DataError(
-            f"{source}: {pairs} {part} documents have two sentences or more and {singles} have one: sentence pairs need "
+            f"{source}: {pairs} {part} documents have two sentences or more and {singles} have one: pairs need "
             "at least two such documents. Put one sentence per line and blank lines only between documents."
         )
