@@ -28,7 +28,7 @@ class Lamb(Optimizer):
     ) -> None:
         if lr < 0 or not all(0.0 <= beta < 1.0 for beta in betas):
             raise ConfigError(f"lr must be 0 or more and betas in [0, 1), got {lr} and {betas}.")
-        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
