@@ -11,7 +11,10 @@ from oktopk.types import SparseVector
 
 
 class Kernels(Protocol):
-    """How a tensor is scanned. Results live until the next call of the same kernel: backends re-use their buffers."""
+    """How a flat tensor is scanned. One instance serves one thread at a time: backends re-use their buffers.
+
+    What a kernel returns is the caller's to keep.
+    """
 
     name: str
 
@@ -19,8 +22,12 @@ class Kernels(Protocol):
         """Whether x holds neither NaN nor Inf."""
         ...
 
-    def accumulate_(self, residual: Tensor, grad: Tensor) -> float:
-        """residual += grad (of any floating dtype); the sum of squares of the result."""
+    def accumulate_(self, residual: Tensor, grad: Tensor, k: int = 0) -> float:
+        """residual += grad (of any floating dtype); the sum of squares of the result.
+
+        A caller that will call `select_topk(residual, k)` next says k here: a backend may then look for these entries
+        while it has the sums at hand. It changes speed, never results.
+        """
         ...
 
     def select_topk(self, x: Tensor, k: int) -> tuple[SparseVector, float]:

@@ -18,7 +18,7 @@ class ReferenceKernels:
     def all_finite(self, x: Tensor) -> bool:
         return bool(torch.isfinite(x).all())
 
-    def accumulate_(self, residual: Tensor, grad: Tensor) -> float:
+    def accumulate_(self, residual: Tensor, grad: Tensor, k: int = 0) -> float:
         residual.add_(grad)
         return float(residual.double().square().sum())
 

@@ -1,0 +1,244 @@
+"""Kernels for CPU tensors, compiled by numba: each costs about the memory it has to read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from oktopk.kernels import cpu_loops as loops
+from oktopk.kernels.cpu_simd import WORD
+from oktopk.kernels.reference import ReferenceKernels
+from oktopk.types import SparseVector, index_dtype
+
+SAMPLE = 1 << 18  # entries that tell a threshold; more = fewer candidates, slower sample
+SEED = 0x9E3779B97F4A7C15  # where in its stretch a sampled line lies; any number but 0
+SLACK = 1.25  # room for candidates, as a multiple of k
+DEVIATIONS = 4  # by how many standard deviations of the sample more candidates are taken; fewer = more second scans
+SMALL = 1 << 15  # vectors up to this size are candidates as a whole
+CHUNK = 1 << 17  # entries of a float16 or bfloat16 gradient converted at a time
+
+_BITS = {2: (torch.int16, np.uint16), 4: (torch.int32, np.uint32), 8: (torch.int64, np.uint64)}
+_UNKNOWN = -1  # version of a tensor whose writes torch does not count
+_FLOATS = (torch.float32, torch.float64)  # what the loops calculate in
+
+
+class CpuKernels(ReferenceKernels):
+    """Compiled kernels. What they do not specialise (integers, residuals of half precision) the reference does.
+
+    An instance owns its buffers, so it serves one thread at a time. What it returns is the caller's to keep.
+    """
+
+    name = "cpu"
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, np.ndarray] = {}
+        self._counters = np.zeros(1 << loops.DIGIT, np.int64)
+        self._candidates: _Candidates | None = None
+
+    def all_finite(self, x: Tensor) -> bool:
+        return not loops.any_at_least(_bits(x), _key(float("inf"), x.dtype))
+
+    def accumulate_(self, residual: Tensor, grad: Tensor, k: int = 0) -> float:
+        if residual.dtype not in _FLOATS or not residual.is_contiguous():
+            return super().accumulate_(residual, grad, k)
+        _written(residual)
+        if grad.dtype != residual.dtype:
+            return self._accumulate_converted_(residual, grad)
+        if k == 0:
+            return float(loops.accumulate(_numpy(residual), _numpy(grad)))
+        return self._accumulate_and_gather_(residual, grad, k)
+
+    def select_topk(self, x: Tensor, k: int) -> tuple[SparseVector, float]:
+        candidates, self._candidates = self._candidates, None
+        if candidates is None or not candidates.serve(x, k):
+            candidates = self._gather(x, k, self._low_key(x, k))
+        if candidates.count < k and candidates.key > 1:
+            # The sample promised too much: let every entry that is not zero compete.
+            candidates = self._gather(x, k, 1)
+        return self._keep(candidates, k)
+
+    def select_above(self, x: Tensor, threshold: float) -> SparseVector:
+        bits, key, count, at = _bits(x), _key(threshold, x.dtype), 0, 0
+        size = min(SMALL, x.numel()) + WORD
+        while True:
+            indices, values = self._room(x, size, keep=count)
+            count, at = loops.compact(bits, at, bits.size, 0, key, indices, values, count)
+            if at == bits.size:
+                return _vector(x, indices[:count].copy(), values[:count].copy())
+            size *= 2
+
+    def count_above(self, x: Tensor, threshold: float) -> int:
+        return int(loops.count_at_least(_bits(x), _key(threshold, x.dtype)))
+
+    def magnitude_histogram(self, values: Tensor, shift: int, first: int, bins: int) -> Tensor:
+        counts = np.zeros(bins, np.int64)
+        loops.histogram(_bits(values.float()), shift, first, counts)
+        return torch.from_numpy(counts)
+
+    def sum_sparse(self, vectors: Sequence[SparseVector]) -> SparseVector:
+        if len({(v.indices.dtype, v.values.dtype) for v in vectors}) > 1 or vectors[0].values.dtype not in _FLOATS:
+            return super().sum_sparse(vectors)
+        if len(vectors) == 1:
+            return vectors[0]
+        ends = np.cumsum([vector.nnz for vector in vectors])
+        indices = torch.cat([vector.indices for vector in vectors]).numpy()
+        values = torch.cat([vector.values for vector in vectors]).numpy()
+        return self._sum(indices, values, ends, vectors[0].numel)
+
+    def intersect(self, a: Tensor, b: Tensor) -> Tensor:
+        positions = self._buffer("positions", np.int64, a.numel() + 1)
+        count = loops.intersect(_numpy(a), _numpy(b), positions)
+        return torch.from_numpy(positions[:count].copy())
+
+    def retain_(self, residual: Tensor, sent: SparseVector) -> float:
+        if residual.dtype not in _FLOATS or not residual.is_contiguous():
+            return super().retain_(residual, sent)
+        _written(residual)
+        change = loops.subtract_at(_numpy(residual), _numpy(sent.indices), _numpy(sent.values))
+        if np.isnan(change):
+            raise IndexError(f"sent names entries outside of a residual of {residual.numel()}.")
+        return float(change)
+
+    def fill_(self, out: Tensor, vector: SparseVector, scale: float) -> None:
+        if not out.is_contiguous():
+            return super().fill_(out, vector, scale)
+        _written(out)
+        values = (vector.values * scale).to(out.dtype)
+        placed = loops.fill(_bits(out), _numpy(vector.indices), _bits(values))
+        if placed < vector.nnz:
+            raise IndexError(f"indices must ascend below {out.numel()}; entry {placed} does not.")
+        return None
+
+    def _accumulate_converted_(self, residual: Tensor, grad: Tensor) -> float:
+        """Sums a gradient of another precision, a piece at a time: a converted copy of all of it would cost memory."""
+        piece = torch.from_numpy(self._buffer("converted", _numpy(residual).dtype, CHUNK))
+        total = 0.0
+        for start in range(0, residual.numel(), CHUNK):
+            part = residual[start : start + CHUNK]
+            converted = piece[: part.numel()].copy_(grad[start : start + CHUNK])
+            total += loops.accumulate(part.numpy(), converted.numpy())
+        return total
+
+    def _accumulate_and_gather_(self, residual: Tensor, grad: Tensor, k: int) -> float:
+        low = self._low_key(residual, k, grad)
+        indices, values = self._room(residual, _capacity(k, residual.numel()))
+        total, count = loops.accumulate_compact_largest(
+            _numpy(residual), _numpy(grad), _bits(residual), np.uint64(low), k, indices, values, self._counters
+        )
+        self._candidates = _Candidates(low, indices, values, count, k, residual, _version(residual))
+        return float(total)
+
+    def _low_key(self, x: Tensor, k: int, addend: Tensor | None = None) -> int:
+        """A key that a little more than k entries of x (+ addend) should reach, told from a sample."""
+        if x.numel() <= SMALL or 2 * k >= x.numel():
+            return 1
+        keys = self._buffer("sample", _BITS[x.itemsize][1], SAMPLE)
+        if addend is None:
+            drawn = loops.sample(_bits(x), SEED, keys)
+        else:
+            drawn = loops.sample_sum(_numpy(x), _numpy(addend), SEED, keys.view(_numpy(x).dtype))
+        expected = drawn * k / x.numel()
+        rank = int(expected + DEVIATIONS * expected**0.5) + 1
+        return max(1, int(loops.kth_largest(keys, drawn, min(rank, drawn), self._counters)[0]))
+
+    def _gather(self, x: Tensor, k: int, low: int) -> _Candidates:
+        indices, values = self._room(x, _capacity(k, x.numel()))
+        count, _ = loops.compact_largest(_bits(x), 0, np.uint64(low), k, indices, values, 0, self._counters)
+        return _Candidates(low, indices, values, count, k, x, _version(x))
+
+    def _keep(self, candidates: _Candidates, k: int) -> tuple[SparseVector, float]:
+        k = min(k, candidates.count)
+        indices, values = np.empty(k, candidates.indices.dtype), np.empty(k, candidates.values.dtype)
+        _, kth = loops.keep_largest(
+            candidates.indices, candidates.values, candidates.count, k, self._counters, indices, values
+        )
+        return _vector(candidates.source, indices, values), _magnitude_of(int(kth), candidates.source.dtype)
+
+    def _sum(self, indices: np.ndarray, values: np.ndarray, ends: np.ndarray, numel: int) -> SparseVector:
+        sums = self._buffer("sums", values.dtype, loops.WINDOW)
+        touched = self._buffer("touched", np.uint64, loops.WINDOW // WORD)
+        cursors = np.concatenate([[0], ends[:-1]])
+        union, total = np.empty_like(indices), np.empty_like(values)
+        count = loops.sum_windows(indices, values, cursors, ends, sums, touched, union, total)
+        return SparseVector(torch.from_numpy(union[:count]), torch.from_numpy(total[:count]), numel)
+
+    def _room(self, x: Tensor, size: int, keep: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        """Buffers for `size` candidates of x; the first `keep` entries survive growth."""
+        self._candidates = None
+        index = np.int32 if index_dtype(x.numel()) == torch.int32 else np.int64
+        bits = _BITS[x.itemsize][1]
+        return self._buffer("indices", index, size, keep), self._buffer("values", bits, size, keep)
+
+    def _buffer(self, use: str, dtype: Any, size: int, keep: int = 0) -> np.ndarray:
+        """A buffer that lives as long as these kernels: fresh pages cost more than the work on them. Zero when new."""
+        name = f"{use} {np.dtype(dtype).name}"
+        old = self._buffers.get(name)
+        if old is None or old.size < size:
+            self._buffers[name] = np.zeros(size, dtype)
+            if old is not None:
+                self._buffers[name][:keep] = old[:keep]
+        return self._buffers[name][:size]
+
+
+@dataclass(frozen=True)
+class _Candidates:
+    """Entries of `source`: all whose key reaches `key`, or if those were too many at least the k largest."""
+
+    key: int
+    indices: np.ndarray
+    values: np.ndarray  # bit patterns
+    count: int
+    k: int
+    source: Tensor
+    version: int
+
+    def serve(self, x: Tensor, k: int) -> bool:
+        """Whether these are candidates for the k largest of x as it is now."""
+        same = (x.data_ptr(), x.numel(), x.dtype) == (self.source.data_ptr(), self.source.numel(), self.source.dtype)
+        return same and k <= self.k and _version(x) == self.version != _UNKNOWN
+
+
+def _capacity(k: int, numel: int) -> int:
+    return min(max(int(SLACK * k), SMALL), numel) + WORD
+
+
+def _numpy(x: Tensor) -> np.ndarray:
+    return x.detach().contiguous().numpy()
+
+
+def _bits(x: Tensor) -> np.ndarray:
+    """The bit patterns of x, in the same memory when it is contiguous."""
+    signed, unsigned = _BITS[x.itemsize]
+    return x.detach().contiguous().view(signed).numpy().view(unsigned)
+
+
+def _vector(source: Tensor, indices: np.ndarray, bits: np.ndarray) -> SparseVector:
+    signed, _ = _BITS[source.itemsize]
+    values = torch.from_numpy(bits).view(signed).view(source.dtype)
+    return SparseVector(torch.from_numpy(indices), values, source.numel())
+
+
+def _key(threshold: float, dtype: torch.dtype) -> np.uint64:
+    """The smallest key whose magnitude reaches `threshold`, which is rounded to `dtype` first; never that of zero."""
+    rounded = torch.tensor([threshold], dtype=dtype)
+    return np.uint64(1) if bool(rounded[0] <= 0) else np.uint64(_bits(rounded)[0])
+
+
+def _magnitude_of(key: int, dtype: torch.dtype) -> float:
+    return float(torch.tensor([key], dtype=_BITS[dtype.itemsize][0]).view(dtype)[0])
+
+
+def _version(x: Tensor) -> int:
+    """Counts the writes to x."""
+    return _UNKNOWN if x.is_inference() else x._version
+
+
+def _written(x: Tensor) -> None:
+    """Tell torch about a write it does not see: autograd and `_Candidates` count on it."""
+    if not x.is_inference():
+        torch.autograd.graph.increment_version(x)

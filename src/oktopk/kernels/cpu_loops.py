@@ -1,0 +1,347 @@
+"""The compiled loops behind `CpuKernels`. Arrays are one-dimensional and contiguous.
+
+Selection works on bit patterns (uint16, uint32 or uint64 views): without their sign, floats are ordered as their bits
+are, so one loop serves every dtype. A "key" is such a pattern without its sign, as uint64; key 1 is the smallest
+magnitude that is not zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from oktopk.kernels.cpu_simd import WORD, leading_zeros, mask_at_least, population, prefetch, trailing_zeros
+
+DIGIT = 12  # bits a radix pass resolves: 4096 counters stay in the first-level cache
+LINE = 16  # entries a sample takes together: one cache line of float32
+TILE = 4096  # entries worked on while they are in the first-level cache
+WINDOW = 1 << 14  # entries of the index space that sum_windows covers at once
+AHEAD = 24  # scattered accesses asked for in advance
+
+_ONE = np.uint64(1)
+_ALL = np.uint64(0xFFFFFFFFFFFFFFFF)
+
+
+def jit(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """Compile at the first call, release the interpreter while running, and keep the machine code on disk.
+
+    numba keeps it beside the module, or in the user's cache directory when that is read-only, or in NUMBA_CACHE_DIR.
+    """
+    try:
+        compiled: Callable[..., Any] = njit(nogil=True, cache=True, **options)(function)
+    except RuntimeError:  # nowhere to write: each process then compiles for itself
+        compiled = njit(nogil=True, **options)(function)
+    return compiled
+
+
+def jit_reordered(function: Callable[..., Any]) -> Callable[..., Any]:
+    """As `jit`; sums may be formed in another order, which lets them use vectors."""
+    return jit(function, fastmath={"reassoc", "contract"})
+
+
+@jit
+def any_at_least(bits: Any, key: Any) -> Any:
+    """Whether any key reaches `key`."""
+    whole = bits.size - bits.size % WORD
+    for start in range(0, whole, TILE):
+        found = np.uint64(0)
+        for at in range(start, min(start + TILE, whole), WORD):
+            found |= mask_at_least(bits, at, key)
+        if found:
+            return True
+    magnitude, found = _magnitude(bits), np.uint64(0)
+    for at in range(whole, bits.size):
+        found |= np.uint64(bits[at] & magnitude >= key)
+    return found > 0
+
+
+@jit
+def count_at_least(bits: Any, key: Any) -> Any:
+    """How many keys reach `key`."""
+    whole = bits.size - bits.size % WORD
+    count = 0
+    for at in range(0, whole, WORD):
+        count += population(mask_at_least(bits, at, key))
+    magnitude = _magnitude(bits)
+    for at in range(whole, bits.size):
+        count += bits[at] & magnitude >= key
+    return count
+
+
+@jit_reordered
+def accumulate(residual: Any, grad: Any) -> Any:
+    """residual += grad; the sum of squares of the result."""
+    total = 0.0
+    for i in range(residual.size):
+        value = residual[i] + grad[i]
+        residual[i] = value
+        total += np.float64(value) * np.float64(value)
+    return total
+
+
+@jit
+def compact(bits: Any, start: int, stop: int, base: int, key: Any, indices: Any, values: Any, count: int) -> Any:
+    """Append the entries of bits[start:stop] whose key reaches `key`; index = base + place.
+
+    Returns the new count and where it stopped: before `stop` when another word of entries might not fit.
+    """
+    room = indices.size - WORD
+    magnitude = _magnitude(bits)
+    at = start
+    while at < stop and count <= room:
+        if at + WORD <= stop:
+            word = mask_at_least(bits, at, key)
+        else:
+            word = np.uint64(0)
+            for i in range(stop - at):
+                word |= np.uint64(bits[at + i] & magnitude >= key) << np.uint64(i)
+        while word:
+            i = at + trailing_zeros(word)
+            indices[count] = base + i
+            values[count] = bits[i]
+            count += 1
+            word &= word - _ONE
+        at += WORD
+    return count, min(at, stop)
+
+
+@jit
+def compact_largest(
+    bits: Any, base: int, key: Any, k: int, indices: Any, values: Any, count: int, counters: Any
+) -> Any:
+    """As `compact` over all of `bits`, but when room runs out only the k largest so far are kept.
+
+    What comes later must then exceed the smallest of those, since of equal entries the first win: nothing that belongs
+    to the k largest is lost. Returns the new count and the new key.
+    """
+    at = 0
+    while at < bits.size:
+        count, at = compact(bits, at, bits.size, base, key, indices, values, count)
+        if at < bits.size:
+            count, kth = keep_largest(indices, values, count, k, counters, indices, values)
+            key = kth + _ONE
+    return count, key
+
+
+@jit
+def accumulate_compact_largest(
+    residual: Any, grad: Any, bits: Any, key: Any, k: int, indices: Any, values: Any, counters: Any
+) -> Any:
+    """`accumulate` and `compact_largest` of the result (`bits` is `residual`), tile by tile: one pass over memory."""
+    total, count = 0.0, 0
+    for start in range(0, residual.size, TILE):
+        stop = min(start + TILE, residual.size)
+        total += accumulate(residual[start:stop], grad[start:stop])
+        count, key = compact_largest(bits[start:stop], start, key, k, indices, values, count, counters)
+    return total, count
+
+
+@jit
+def keep_largest(indices: Any, values: Any, count: int, k: int, counters: Any, to_indices: Any, to_values: Any) -> Any:
+    """Copy the k largest of the first `count` entries to the front of to_indices and to_values, ties in given order.
+
+    Returns how many there are and the key of the smallest. Source and target may be the same.
+    """
+    if count == 0 or k < 1:
+        return 0, np.uint64(0)
+    kth, ties = kth_largest(values, count, min(k, count), counters)
+    kept, magnitude = 0, _magnitude(values)
+    for i in range(count):
+        key = values[i] & magnitude
+        tied = key == kth
+        to_indices[kept] = indices[i]
+        to_values[kept] = values[i]
+        kept += (key > kth) | (tied & (ties > 0))
+        ties -= tied
+        if kept == k:
+            break
+    return kept, kth
+
+
+@jit
+def kth_largest(values: Any, count: int, k: int, counters: Any) -> Any:
+    """The k-th largest key of values[:count], and how many of the k largest equal it. A radix search, no sort."""
+    magnitude = _magnitude(values)
+    low, high = magnitude, np.uint64(0)
+    for i in range(count):
+        key = values[i] & magnitude
+        low, high = min(low, key), max(high, key)
+    shift = 64 - leading_zeros(low ^ high)  # above this bit all keys agree
+    prefix = high >> np.uint64(shift)
+    while shift > 0:
+        width = min(DIGIT, shift)
+        shift -= width
+        _count_digits(values, count, prefix, shift, width, counters)
+        digit = (1 << width) - 1
+        while counters[digit] < k:
+            k -= counters[digit]
+            digit -= 1
+        prefix = (prefix << np.uint64(width)) | np.uint64(digit)
+    return prefix, k
+
+
+@jit
+def _count_digits(values: Any, count: int, prefix: Any, shift: int, width: int, counters: Any) -> Any:
+    magnitude, digits = _magnitude(values), np.uint64((1 << width) - 1)
+    counters[: 1 << width] = 0
+    for i in range(count):
+        shifted = (values[i] & magnitude) >> np.uint64(shift)
+        if shifted >> np.uint64(width) == prefix:
+            counters[shifted & digits] += 1
+
+
+@jit
+def sample(bits: Any, seed: int, keys: Any) -> Any:
+    """Keys of one cache line of each equal stretch, at a seeded place in it; how many keys that gave."""
+    lines = bits.size // LINE
+    wanted = min(keys.size // LINE, lines)
+    state, magnitude = np.uint64(seed), _magnitude(bits)
+    for stretch in range(wanted):
+        state = _scramble(state)
+        at = _line_in(stretch, wanted, lines, state) * LINE
+        for i in range(LINE):
+            keys[stretch * LINE + i] = bits[at + i] & magnitude
+    return wanted * LINE
+
+
+@jit
+def sample_sum(residual: Any, grad: Any, seed: int, sums: Any) -> Any:
+    """residual + grad on the lines that `sample` would take."""
+    lines = residual.size // LINE
+    wanted = min(sums.size // LINE, lines)
+    state = np.uint64(seed)
+    for stretch in range(wanted):
+        state = _scramble(state)
+        at = _line_in(stretch, wanted, lines, state) * LINE
+        for i in range(LINE):
+            sums[stretch * LINE + i] = residual[at + i] + grad[at + i]
+    return wanted * LINE
+
+
+@jit
+def _scramble(state: Any) -> Any:
+    """Marsaglia's xorshift with 64 bits."""
+    state ^= state << np.uint64(13)
+    state ^= state >> np.uint64(7)
+    return state ^ (state << np.uint64(17))
+
+
+@jit
+def _line_in(stretch: int, stretches: int, lines: int, state: Any) -> Any:
+    first = stretch * lines // stretches
+    length = (stretch + 1) * lines // stretches - first
+    return first + np.int64((state >> np.uint64(33)) % np.uint64(length))
+
+
+@jit
+def histogram(bits: Any, shift: int, first: int, counts: Any) -> Any:
+    """Add to counts[i] how many keys, shifted right by `shift`, are first + i."""
+    magnitude = _magnitude(bits)
+    for i in range(bits.size):
+        place = np.int64((bits[i] & magnitude) >> np.uint64(shift)) - first
+        if 0 <= place < counts.size:
+            counts[place] += 1
+
+
+@jit
+def sum_windows(
+    indices: Any, values: Any, cursors: Any, ends: Any, sums: Any, touched: Any, to_indices: Any, to_values: Any
+) -> Any:
+    """Sum ascending lists: list s is indices[cursors[s]:ends[s]] with its values. Returns the length of the union.
+
+    The index space is crossed in windows whose sums fit the cache, each list adding in turn, so every sum is formed in
+    the order of the lists. `sums` [WINDOW] and `touched` [WINDOW / 64] must come zero, and are left so.
+    """
+    count = 0
+    while True:
+        base = _next_index(indices, cursors, ends)
+        if base < 0:
+            return count
+        base -= base % WORD
+        words = 0
+        for source in range(cursors.size):
+            at = cursors[source]
+            while at < ends[source] and indices[at] < base + WINDOW:
+                place = np.int64(indices[at]) - base
+                sums[place] += values[at]
+                touched[place >> 6] |= _ONE << np.uint64(place & 63)
+                words = max(words, (place >> 6) + 1)
+                at += 1
+            cursors[source] = at
+        count = _flush(base, words, sums, touched, to_indices, to_values, count)
+
+
+@jit
+def _next_index(indices: Any, cursors: Any, ends: Any) -> Any:
+    lowest = np.int64(-1)
+    for source in range(cursors.size):
+        if cursors[source] < ends[source]:
+            index = np.int64(indices[cursors[source]])
+            lowest = index if lowest < 0 else min(lowest, index)
+    return lowest
+
+
+@jit
+def _flush(base: int, words: int, sums: Any, touched: Any, to_indices: Any, to_values: Any, count: int) -> Any:
+    for i in range(words):
+        word = touched[i]
+        touched[i] = 0
+        while word:
+            place = i * WORD + trailing_zeros(word)
+            to_indices[count] = base + place
+            to_values[count] = sums[place]
+            sums[place] = 0
+            count += 1
+            word &= word - _ONE
+    return count
+
+
+@jit
+def intersect(a: Any, b: Any, positions: Any) -> Any:
+    """Positions in `a` of what is in `b` too; both ascending. `positions` has room for one more than a's entries."""
+    i, j, count = 0, 0, 0
+    while i < a.size and j < b.size:
+        left, right = a[i], b[j]
+        positions[count] = i
+        count += left == right
+        i += left <= right
+        j += right <= left
+    return count
+
+
+@jit
+def subtract_at(residual: Any, indices: Any, values: Any) -> Any:
+    """residual[indices] -= values; the change of its sum of squares, NaN if an index is out of bounds."""
+    change = 0.0
+    for i in range(indices.size):
+        prefetch(residual, indices[min(i + AHEAD, indices.size - 1)])
+        at = indices[i]
+        if not 0 <= at < residual.size:
+            return np.nan
+        before = residual[at]
+        after = before - values[i]
+        residual[at] = after
+        change += np.float64(after) * np.float64(after) - np.float64(before) * np.float64(before)
+    return change
+
+
+@jit
+def fill(out: Any, indices: Any, values: Any) -> Any:
+    """out = values at ascending indices, zero elsewhere; how many entries it could place."""
+    at = 0
+    for start in range(0, out.size, TILE):
+        stop = min(start + TILE, out.size)
+        out[start:stop] = 0
+        while at < indices.size and start <= indices[at] < stop:
+            out[indices[at]] = values[at]
+            at += 1
+    return at
+
+
+@jit
+def _magnitude(bits: Any) -> Any:
+    """All bits of an entry but its sign."""
+    return _ALL >> np.uint64(65 - 8 * bits.itemsize)

@@ -1,0 +1,92 @@
+"""Words of vector code that numba cannot be talked into: emitted as LLVM vectors, so any processor runs them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+WORD = 64  # entries compared at once: one bit of a uint64 each
+
+_I8, _I16, _I32, _I64 = (ir.IntType(width) for width in (8, 16, 32, 64))
+_LANES = {16: 32, 32: 16, 64: 8}  # bits of an entry -> entries in 512 bits; narrower processors split them
+
+
+@intrinsic
+def mask_at_least(typing: Any, bits: Any, start: Any, key: Any) -> Any:
+    """uint64: bit i says whether bits[start + i], its sign removed, is at least `key`. Reads 64 entries."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        element = context.get_value_type(signature.args[0].dtype)
+        lanes = _LANES[element.width]
+        vector = ir.VectorType(element, lanes)
+        magnitude = ir.Constant(vector, [2 ** (element.width - 1) - 1] * lanes)
+        threshold = _splat(builder, args[2], vector)
+        base = builder.gep(_data(context, builder, signature, args), [args[1]])
+        word = ir.Constant(_I64, 0)
+        for part in range(WORD // lanes):
+            at = builder.gep(base, [ir.Constant(_I64, part * lanes)])
+            entries = builder.load(builder.bitcast(at, vector.as_pointer()), align=element.width // 8)
+            above = builder.icmp_unsigned(">=", builder.and_(entries, magnitude), threshold)
+            few = builder.zext(builder.bitcast(above, ir.IntType(lanes)), _I64)
+            word = builder.or_(word, builder.shl(few, ir.Constant(_I64, part * lanes)))
+        return word
+
+    return types.uint64(bits, types.intp, bits.dtype), generate
+
+
+@intrinsic
+def trailing_zeros(typing: Any, word: Any) -> Any:
+    """Position of the lowest set bit of a uint64 that is not zero."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
+
+    return types.int64(types.uint64), generate
+
+
+@intrinsic
+def leading_zeros(typing: Any, word: Any) -> Any:
+    """How many bits of a uint64 lie above its highest set bit; 64 for zero."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.ctlz(args[0], ir.Constant(ir.IntType(1), 0))
+
+    return types.int64(types.uint64), generate
+
+
+@intrinsic
+def population(typing: Any, word: Any) -> Any:
+    """How many bits of a uint64 are set."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.ctpop(args[0])
+
+    return types.int64(types.uint64), generate
+
+
+@intrinsic
+def prefetch(typing: Any, array: Any, at: Any) -> Any:
+    """Ask for the cache line of array[at]; never faults, even out of bounds."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        address = builder.bitcast(builder.gep(_data(context, builder, signature, args), [args[1]]), _I8.as_pointer())
+        kind = ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), _I32, _I32, _I32])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        builder.call(function, [address, ir.Constant(_I32, 0), ir.Constant(_I32, 3), ir.Constant(_I32, 1)])
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp), generate
+
+
+def _data(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    return context.make_array(signature.args[0])(context, builder, args[0]).data
+
+
+def _splat(builder: Any, scalar: Any, vector: Any) -> Any:
+    undefined = ir.Constant(vector, ir.Undefined)
+    one = builder.insert_element(undefined, scalar, ir.Constant(_I32, 0))
+    return builder.shuffle_vector(one, undefined, ir.Constant(ir.VectorType(_I32, vector.count), [0] * vector.count))

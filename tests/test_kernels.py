@@ -1,0 +1,269 @@
+"""Every kernel against the specification, on inputs that break selection code."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from oktopk.errors import ConfigError, UnsupportedError
+from oktopk.kernels import Kernels, ReferenceKernels, choose
+from oktopk.kernels import cpu as cpu_module
+from oktopk.kernels.cpu import CpuKernels
+from oktopk.types import SparseVector
+
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+SPEC = ReferenceKernels()
+
+cases = st.tuples(
+    st.integers(0, 400),  # numel
+    st.integers(0, 2**31),  # seed
+    st.sampled_from(["normal", "ties", "zeros", "subnormal", "wide", "ascending"]),
+    st.sampled_from(DTYPES),
+)
+
+
+def example(numel: int, seed: int, kind: str, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(numel, generator=generator, dtype=torch.float64)
+    if kind == "ties":
+        x = x.round()
+    elif kind == "zeros":
+        x = x * (torch.rand(numel, generator=generator) < 0.05)
+    elif kind == "subnormal":
+        x = x * torch.finfo(dtype).tiny
+    elif kind == "wide":
+        x = x.sign() * torch.exp(3 * x).clamp(max=6e4)
+    elif kind == "ascending":
+        x = x.sort().values.abs().sort().values
+    return x.to(dtype)
+
+
+def assert_same(ours: SparseVector, theirs: SparseVector) -> None:
+    assert ours.numel == theirs.numel
+    assert ours.indices.dtype == theirs.indices.dtype and ours.values.dtype == theirs.values.dtype
+    assert torch.equal(ours.indices, theirs.indices)
+    assert torch.equal(ours.values, theirs.values)
+
+
+@pytest.fixture(params=["cpu", "cpu, little room"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Kernels:
+    """As installed, and with limits so low that small inputs take the paths of large ones."""
+    if request.param != "cpu":
+        monkeypatch.setattr(cpu_module, "SMALL", 64)
+        monkeypatch.setattr(cpu_module, "SAMPLE", 128)
+        monkeypatch.setattr(cpu_module, "CHUNK", 50)
+    return CpuKernels()
+
+
+def test_select_topk_keeps_exactly_the_k_largest(kernels: Kernels) -> None:
+    @settings(max_examples=150, deadline=None)
+    @given(case=cases, fraction=st.floats(0, 1.1))
+    def check(case: tuple, fraction: float) -> None:
+        x = example(*case)
+        k = int(fraction * x.numel())
+        ours, threshold = kernels.select_topk(x, k)
+        theirs, expected = SPEC.select_topk(x, k)
+        assert_same(ours, theirs)
+        assert threshold == expected
+
+    check()
+
+
+def test_select_above_and_count_above_agree_with_the_specification(kernels: Kernels) -> None:
+    @settings(max_examples=100, deadline=None)
+    @given(case=cases, threshold=st.floats(0, 3) | st.sampled_from([-1.0, math.inf]))
+    def check(case: tuple, threshold: float) -> None:
+        x = example(*case)
+        assert_same(kernels.select_above(x, threshold), SPEC.select_above(x, threshold))
+        assert kernels.count_above(x, threshold) == SPEC.count_above(x, threshold)
+
+    check()
+
+
+def test_accumulate_adds_exactly_and_measures_the_sum(kernels: Kernels) -> None:
+    @settings(max_examples=100, deadline=None)
+    @given(case=cases, k=st.integers(0, 500), wide=st.booleans())
+    def check(case: tuple, k: int, wide: bool) -> None:
+        grad = example(*case)
+        residual = example(case[0], case[1] + 1, "normal", torch.float64 if wide else torch.float32)
+        if grad.dtype == torch.float64 and not wide:
+            grad = grad.float()
+        expected = residual.clone()
+        energy = SPEC.accumulate_(expected, grad)
+        assert kernels.accumulate_(residual, grad, k) == pytest.approx(energy, rel=1e-9)
+        assert torch.equal(residual, expected)
+        assert_same(kernels.select_topk(residual, k)[0], SPEC.select_topk(expected, k)[0])
+
+    check()
+
+
+def test_a_write_between_accumulate_and_select_is_seen(kernels: Kernels) -> None:
+    residual, grad = example(300, 1, "normal", torch.float32), example(300, 2, "normal", torch.float32)
+    kernels.accumulate_(residual, grad, 30)
+    residual[7] = 100.0
+    assert 7 in kernels.select_topk(residual, 30)[0].indices
+    kernels.accumulate_(residual, grad, 30)
+    kernels.retain_(residual, SparseVector(torch.tensor([7]), residual[7:8].clone(), 300))
+    assert_same(kernels.select_topk(residual, 30)[0], SPEC.select_topk(residual, 30)[0])
+
+
+def test_results_survive_later_calls(kernels: Kernels) -> None:
+    x, y = example(5000, 1, "normal", torch.float32), example(5000, 2, "normal", torch.float32)
+    first = kernels.select_topk(x, 500)[0], kernels.select_above(x, 1.0), kernels.sum_sparse(pieces(3, 5000, 1))
+    again = [SparseVector(v.indices.clone(), v.values.clone(), v.numel) for v in first]
+    kernels.select_topk(y, 600), kernels.select_above(y, 0.5), kernels.sum_sparse(pieces(3, 5000, 2))
+    for before, after in zip(again, first, strict=True):
+        assert_same(after, before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("place", [0, 63, 64, 5000, 9999])
+def test_all_finite_finds_one_bad_entry_anywhere(kernels: Kernels, dtype: torch.dtype, bad: float, place: int) -> None:
+    x = torch.full((10_000,), torch.finfo(dtype).max, dtype=dtype)
+    assert kernels.all_finite(x)
+    x[place] = bad
+    assert not kernels.all_finite(x)
+
+
+def test_histogram_agrees_with_the_specification(kernels: Kernels) -> None:
+    @settings(max_examples=60, deadline=None)
+    @given(case=cases, shift=st.integers(8, 24), first=st.integers(0, 4000), bins=st.integers(1, 3000))
+    def check(case: tuple, shift: int, first: int, bins: int) -> None:
+        x = example(*case)
+        ours = kernels.magnitude_histogram(x, shift, first, bins)
+        assert torch.equal(ours, SPEC.magnitude_histogram(x, shift, first, bins))
+
+    check()
+
+
+def pieces(count: int, numel: int, seed: int, dtype: torch.dtype = torch.float32) -> list[SparseVector]:
+    vectors = []
+    for source in range(count):
+        generator = torch.Generator().manual_seed(seed * 100 + source)
+        nnz = int(torch.randint(0, min(numel, 300) + 1, (), generator=generator))
+        # A multiplier spreads few entries over a huge index space without a permutation of it.
+        indices = (torch.rand(nnz, generator=generator, dtype=torch.float64) * numel).long().unique()
+        values = torch.randn(indices.numel(), generator=generator, dtype=dtype)
+        vectors.append(SparseVector(indices.to(torch.int32 if numel < 2**31 else torch.int64), values, numel))
+    return vectors
+
+
+def test_sum_sparse_adds_in_the_given_order(kernels: Kernels) -> None:
+    @settings(max_examples=100, deadline=None)
+    @given(
+        count=st.integers(1, 9),
+        numel=st.sampled_from([1, 70, 1000, 40_000, 2**20, 2**33]),
+        seed=st.integers(0, 2**20),
+        dtype=st.sampled_from([torch.float32, torch.float64, torch.float16]),
+    )
+    def check(count: int, numel: int, seed: int, dtype: torch.dtype) -> None:
+        vectors = pieces(count, numel, seed, dtype)
+        assert_same(kernels.sum_sparse(vectors), SPEC.sum_sparse(vectors))
+
+    check()
+
+
+def test_intersect_agrees_with_the_specification(kernels: Kernels) -> None:
+    @settings(max_examples=100, deadline=None)
+    @given(numel=st.sampled_from([1, 50, 400, 2**33]), seed=st.integers(0, 2**20))
+    def check(numel: int, seed: int) -> None:
+        a, b = (vector.indices for vector in pieces(2, numel, seed))
+        assert torch.equal(kernels.intersect(a, b), SPEC.intersect(a, b))
+
+    check()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_retain_subtracts_also_repeated_indices(kernels: Kernels, dtype: torch.dtype) -> None:
+    ours = example(200, 3, "normal", dtype)
+    theirs = ours.clone()
+    sent = SparseVector(torch.tensor([5, 9, 9, 150]), torch.tensor([1.0, 2.0, 0.5, -1.0], dtype=dtype), 200)
+    change = kernels.retain_(ours, sent)
+    assert change == pytest.approx(SPEC.retain_(theirs, sent), rel=1e-6)
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("numel", [0, 1, 5000, 100_000])
+def test_fill_writes_every_entry(kernels: Kernels, dtype: torch.dtype, numel: int) -> None:
+    vector, _ = SPEC.select_topk(example(numel, 4, "normal", torch.float32), numel // 10)
+    ours, theirs = torch.full((numel,), 7.0, dtype=dtype), torch.full((numel,), 7.0, dtype=dtype)
+    kernels.fill_(ours, vector, 1 / 3)
+    SPEC.fill_(theirs, vector, 1 / 3)
+    assert torch.equal(ours, theirs)
+
+
+def test_indices_out_of_bounds_are_refused(kernels: Kernels) -> None:
+    for index in (-1, 200):
+        stray = SparseVector(torch.tensor([index]), torch.tensor([1.0]), 200)
+        with pytest.raises(IndexError):
+            kernels.retain_(torch.zeros(200), stray)
+        with pytest.raises(IndexError):
+            kernels.fill_(torch.zeros(200), stray, 1.0)
+
+
+def test_tensors_with_gaps_work_too(kernels: Kernels) -> None:
+    wide = example(400, 5, "normal", torch.float32).view(200, 2)
+    ours, theirs = wide.clone()[:, 0], wide.clone()[:, 0]
+    assert_same(kernels.select_topk(ours, 20)[0], SPEC.select_topk(theirs, 20)[0])
+    sent, _ = SPEC.select_topk(theirs, 20)
+    for backend, x in ((kernels, ours), (SPEC, theirs)):
+        backend.accumulate_(x, wide[:, 1], 20)
+        backend.retain_(x, sent)
+    assert torch.equal(ours, theirs)
+    kernels.fill_(ours, sent, 2.0)
+    assert torch.equal(ours, sent.to_dense() * 2)
+
+
+@pytest.mark.parametrize("kind", ["normal", "ties", "zeros", "wide", "ascending", "blocks"])
+@pytest.mark.parametrize("density", [0.001, 0.02, 0.3])
+def test_large_vectors_take_the_sampled_path(kind: str, density: float) -> None:
+    numel = 300_001
+    x = example(numel, 6, "normal" if kind == "blocks" else kind, torch.float32)
+    if kind == "blocks":  # everything of interest where a sample hardly looks
+        x[: numel - 2000] *= 1e-6
+    k = round(density * numel)
+    kernels = CpuKernels()
+    ours, threshold = kernels.select_topk(x, k)
+    theirs, expected = SPEC.select_topk(x, k)
+    assert_same(ours, theirs)
+    assert threshold == expected
+    grad, total = x / 3, x.clone()
+    kernels.accumulate_(total, grad, k)
+    assert_same(kernels.select_topk(total, k)[0], SPEC.select_topk(x + grad, k)[0])
+
+
+def test_candidates_take_little_memory() -> None:
+    numel, k = 3_000_000, 30_000
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+    kernels = CpuKernels()
+    kernels.accumulate_(x, x.clone(), k)
+    kernels.select_topk(x, k)
+    fixed = cpu_module.SAMPLE * 4  # the sample does not grow with the gradient
+    assert sum(buffer.nbytes for buffer in kernels._buffers.values()) - fixed <= 0.05 * x.nbytes
+
+
+def test_dispatch_chooses_compiled_kernels_on_cpu_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OKTOPK_KERNELS", raising=False)
+    choice = choose(torch.device("cpu"))
+    assert choice.kernels.name == "cpu" and "numba" in choice.reason
+    other = choose(torch.device("meta"))
+    assert other.kernels.name == "reference" and "meta" in other.reason
+
+
+def test_dispatch_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OKTOPK_KERNELS", "reference")
+    assert choose(torch.device("cpu")).kernels.name == "reference"
+    monkeypatch.setenv("OKTOPK_KERNELS", "cpu")
+    assert choose(torch.device("cpu")).kernels.name == "cpu"
+    with pytest.raises(UnsupportedError, match="meta"):
+        choose(torch.device("meta"))
+    monkeypatch.setenv("OKTOPK_KERNELS", "cpuu")
+    with pytest.raises(ConfigError, match="Did you mean 'cpu'"):
+        choose(torch.device("cpu"))
