@@ -1,0 +1,103 @@
+"""What the selection did to one gradient, against what a perfect selection would have done.
+
+Each analysis costs two dense all-reduces: it is for looking, not for every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oktopk.training.world import World
+
+_BINS = 60
+_DECADES = 8  # magnitudes from the largest down
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Counts of magnitudes between edges that grow by a constant factor; smaller ones fall into the first bin."""
+
+    edges: Sequence[float]
+    counts: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """One analysed step; every fraction is absent when its denominator is zero."""
+
+    step: int
+    histogram_before: Histogram  # of this rank's gradient plus residual
+    histogram_after: Histogram  # of the entries that were chosen
+    density_by_parameter: Mapping[str, float]
+    overlap_count: float | None
+    overlap_energy: float | None
+    xi: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+class Analyzer:
+    """Sees the gradient before and after it is reduced."""
+
+    def __init__(self, world: World, layout: Sequence[tuple[str, int]]) -> None:
+        self._world, self._layout = world, layout
+
+    def before(self, gradient: Tensor, residuals: Mapping[str, Tensor]) -> None:
+        """Remember what goes into the reduction."""
+        owed = [residuals[n].view(-1) if n in residuals else torch.zeros(numel) for n, numel in self._layout]
+        self._mine = gradient + torch.cat(owed).to(gradient.dtype)
+        self._mean_gradient, self._mean_input = gradient.clone(), self._mine.clone()
+        self._world.average_([self._mean_gradient, self._mean_input])
+
+    def after(self, step: int, result: Tensor, k: int) -> Analysis:
+        """Compare with what came out; `k` is the number of entries that were wanted."""
+        chosen = result != 0
+        exact = largest(self._mean_input, int(chosen.sum()))
+        wanted = torch.where(largest(self._mean_input, k), self._mean_input, 0)
+        edges = magnitude_edges(self._mine)
+        return Analysis(
+            step=step,
+            histogram_before=histogram(self._mine, edges),
+            histogram_after=histogram(result[chosen], edges),
+            density_by_parameter=self._densities(chosen),
+            overlap_count=ratio(float((chosen & exact).sum()), float(exact.sum())),
+            overlap_energy=ratio(energy(self._mean_input[chosen & exact]), energy(self._mean_input[exact])),
+            xi=ratio(energy(wanted - result) ** 0.5, energy(self._mean_gradient) ** 0.5),
+        )
+
+    def _densities(self, chosen: Tensor) -> dict[str, float]:
+        parts = chosen.split([numel for _, numel in self._layout])
+        return {name: float(part.float().mean()) for (name, _), part in zip(self._layout, parts, strict=True)}
+
+
+def largest(vector: Tensor, k: int) -> Tensor:
+    """Mask of the k entries of largest magnitude."""
+    mask = torch.zeros(vector.numel(), dtype=torch.bool)
+    mask[vector.abs().topk(min(k, vector.numel())).indices] = True
+    return mask
+
+
+def energy(vector: Tensor) -> float:
+    return float(vector.double().square().sum())
+
+
+def ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole > 0 else None
+
+
+def magnitude_edges(vector: Tensor) -> list[float]:
+    top = float(vector.abs().max()) or 1.0
+    steps = torch.linspace(-_DECADES, 0, _BINS + 1, dtype=torch.float64)
+    return [float(edge) for edge in top * 1.001 * 10**steps]
+
+
+def histogram(vector: Tensor, edges: Sequence[float]) -> Histogram:
+    places = torch.bucketize(vector.abs().double(), torch.tensor(edges, dtype=torch.float64)) - 1
+    counts = torch.bincount(places.clamp(0, len(edges) - 2), minlength=len(edges) - 1)
+    return Histogram(list(edges), [int(count) for count in counts])

@@ -1,0 +1,89 @@
+"""What the trainer tells whoever watches; how it is shown is their business."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from oktopk.metrics import StepRecord
+from oktopk.training.journal import EpochEntry
+
+
+@dataclass(frozen=True)
+class Start:
+    """A run is about to begin or to continue."""
+
+    run: Path
+    workload: str
+    preset: str
+    parameters: int
+    algorithm: str
+    density: float
+    warmup_steps: int
+    world_size: int
+    epochs: int
+    steps_per_epoch: int
+    step: int  # steps already done, when resumed
+    epoch: int
+    metric: str
+    notices: tuple[str, ...]  # of the workload
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step is done."""
+
+    step: int
+    epoch: int
+    batch: int  # optimizer steps done in this epoch
+    loss: float  # of rank 0
+    lr: float
+    reduce: StepRecord
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A run has ended."""
+
+    run: Path
+    steps: int
+    epochs: int
+    dense_steps: int
+    sparse_steps: int
+    wall_seconds: float
+    bytes_sent: int  # by rank 0
+    dense_bytes: int  # what dense all-reduces would have sent
+    train_loss: float | None  # of the last epoch
+    validation: Mapping[str, float] | None  # the latest
+    metric: str
+    best: float | None
+    stopped_by: str | None  # a signal, early stop or the limit of steps; None: it ran to its end
+    notice: str | None  # what a reader of the numbers must know
+
+    def to_json(self) -> dict[str, Any]:
+        values = {name: value for name, value in vars(self).items() if value is not None}
+        return values | {"run": str(self.run)}
+
+
+class Observer:
+    """Watches in silence; override what you want to hear of. Called on rank 0 only."""
+
+    def started(self, start: Start) -> None:
+        """The run begins."""
+
+    def step(self, step: Step) -> None:
+        """A step is done."""
+
+    def validating(self, epoch: int) -> None:
+        """Validation begins."""
+
+    def epoch(self, entry: EpochEntry) -> None:
+        """An epoch is over."""
+
+    def saved(self, path: Path) -> None:
+        """A checkpoint was written."""
+
+    def finished(self, summary: Summary) -> None:
+        """The run is over."""

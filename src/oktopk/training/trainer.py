@@ -1,0 +1,364 @@
+"""The training loop: forward, backward, agree, reduce, step; then validate, record and save."""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, replace
+from datetime import datetime
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from oktopk.errors import DataError
+from oktopk.reducer import Reducer
+from oktopk.training.analysis import Analyzer
+from oktopk.training.checkpoint import (
+    Checkpoints,
+    Position,
+    find_checkpoint,
+    random_state,
+    require_model,
+    restore_random_state,
+)
+from oktopk.training.config import TrainConfig, from_mapping
+from oktopk.training.gradients import Gradients
+from oktopk.training.interrupts import Interrupts
+from oktopk.training.journal import Journal, Stopwatch
+from oktopk.training.learning_rate import learning_rate
+from oktopk.training.observer import Observer, Start, Step, Summary
+from oktopk.training.optimizers import make_optimizer
+from oktopk.training.recorder import Recorder
+from oktopk.training.run_directory import RunDirectory, write_json
+from oktopk.training.workload import make_workload
+from oktopk.training.world import World, attempt
+from oktopk.workloads.base import Workload
+
+EARLY_STOP, STEP_LIMIT = "early stop", "the limit of steps"
+
+
+def train(config: TrainConfig, world: World, observer: Observer | None = None) -> Summary:
+    """Train as configured, with every rank of `world`; what came of it.
+
+    With `config.resume` the run continues from that checkpoint; `resumed_config` gives the configuration it had.
+    """
+    torch.use_deterministic_algorithms(config.deterministic)
+    _seed(config.seed)
+    workload = world.local_first(lambda: make_workload(config))
+    trainer = Trainer(config, workload, world, observer if observer and world.is_first else Observer())
+    try:
+        with Interrupts() as interrupts:
+            return trainer.run(interrupts)
+    finally:
+        trainer.close()
+
+
+def resumed_config(resume: Path) -> TrainConfig:
+    """The configuration of a run, set to continue from its last checkpoint (or the checkpoint given)."""
+    run = find_checkpoint(resume).parent.parent
+    known = {field.name for field in fields(TrainConfig)}
+    saved = from_mapping({name: value for name, value in RunDirectory.open(run).config.items() if name in known})
+    return replace(saved, resume=resume, runs=run.parent, name=run.name)
+
+
+class Trainer:
+    """One run on one rank."""
+
+    def __init__(self, config: TrainConfig, workload: Workload, world: World, observer: Observer) -> None:
+        self.config, self.workload, self.world, self.observer = config, workload, world, observer
+        self.recipe = config.recipe(workload.recipe)
+        self.model = workload.model()
+        world.broadcast_([*self.model.parameters(), *self.model.buffers()])
+        # From here on ranks draw different numbers: a dropout mask that all share would be one mask, not many.
+        _seed(config.seed + 1_000_003 * (world.rank + 1))
+        self.optimizer = make_optimizer(self.recipe, self.model.parameters())
+        self.journal, self.stopwatch = Journal(), Stopwatch()
+        self.recorder = Recorder(world, self.journal)
+        self.reducer = self._make_reducer()
+        self.gradients = Gradients(self.model, self.reducer, config.bucket_mb)
+        self.analyzer = Analyzer(world, self.gradients.layout())
+        self.batches_per_epoch = world.together(lambda: workload.steps_per_epoch(world.world_size))
+        self.steps_per_epoch = -(-self.batches_per_epoch // config.accumulate)
+        self.at = Position()
+        self.stopped_by: str | None = None
+
+    def run(self, interrupts: Interrupts) -> Summary:
+        """Train to the end, or to the next checkpoint after a signal."""
+        self.directory = self._open_directory()
+        self.checkpoints = Checkpoints(self.directory.checkpoints, self.world, self.config.keep)
+        if self.config.resume:
+            self._resume(self.config.resume)
+        self.recorder.open(self.config, self.directory, self.at)
+        self._ticked = perf_counter()
+        self.observer.started(self._start_event())
+        while self.at.epoch < self.recipe.epochs and self.stopped_by is None:
+            self._run_epoch(interrupts)
+        summary = self.recorder.finish(self.at, self.workload.metric, self.stopped_by, self._notice())
+        self.observer.finished(summary)
+        return summary
+
+    def close(self) -> None:
+        self.reducer.close()
+        self.recorder.close()
+
+    # -- one epoch -----------------------------------------------------------------------------------------------
+
+    def _run_epoch(self, interrupts: Interrupts) -> None:
+        self.model.train()
+        rank, world_size = self.world.rank, self.world.world_size
+        batches = iter(self.workload.batches(self.at.epoch, rank, world_size, start=self.at.batch))
+        while self.at.batch < self.batches_per_epoch and self.stopped_by is None:
+            received = self._run_step(batches, interrupts)
+            if received:
+                self.stopped_by = signal.Signals(received).name
+                return self._save_inside_epoch()
+            if self.at.step == self.config.max_steps:
+                self.stopped_by = STEP_LIMIT
+            if self.at.batch < self.batches_per_epoch and self._is_checkpoint_due():
+                self._save_inside_epoch()
+        return self._end_epoch() if self.at.batch >= self.batches_per_epoch else None
+
+    def _is_checkpoint_due(self) -> bool:
+        every = self.config.checkpoint_every
+        return self.stopped_by is not None or (every > 0 and self.at.step % every == 0)
+
+    def _save_inside_epoch(self) -> None:
+        self.recorder.drain()
+        self._save()
+
+    def _end_epoch(self) -> None:
+        self.recorder.drain()
+        # Running statistics of normalisation layers are local; from here on they are everyone's.
+        self.world.average_([buffer for buffer in self.model.buffers() if buffer.is_floating_point()])
+        self._tick()
+        entry = self.recorder.end_epoch(self.at)
+        validation, is_best = self._validate() if self._is_validation_due() else (None, False)
+        self._tick()
+        entry = replace(entry, validation=validation, wall_seconds=self.at.wall_seconds)
+        self.recorder.write_epoch(entry, self.at.step)
+        self.at = replace(self.at, epoch=self.at.epoch + 1, batch=0, epoch_seconds=0.0)
+        self._save(is_best)
+        self.observer.epoch(entry)
+
+    # -- one step ------------------------------------------------------------------------------------------------
+
+    def _run_step(self, batches: Iterator[Any], interrupts: Interrupts) -> int:
+        """One optimizer step; the signal that some rank received, or 0."""
+        micro_batches = min(self.config.accumulate, self.batches_per_epoch - self.at.batch)
+        lr = learning_rate(self.recipe, self.at.step, self.steps_per_epoch, self.world.world_size)
+        loss, error = self._accumulate(batches, micro_batches)
+        # One small round before the gradient moves: a rank that failed or was told to stop says so.
+        received, failed = self.world.greatest(interrupts.received, int(error is not None))
+        if failed:
+            self.world.fail_together(error)
+        self._reduce()
+        with self.stopwatch.phase("optimizer"):
+            self._update(lr)
+        self._note(loss, lr, micro_batches)
+        return received
+
+    def _accumulate(self, batches: Iterator[Any], micro_batches: int) -> tuple[float, Exception | None]:
+        """Gradients of some batches added up; their mean loss, or what went wrong."""
+        self.model.zero_grad(set_to_none=True)
+        loss = 0.0
+        for _ in range(micro_batches):
+            value, error = attempt(lambda: self._backward(batches, micro_batches))
+            if value is None:
+                return loss, error
+            loss += value
+        return loss, None
+
+    def _backward(self, batches: Iterator[Any], micro_batches: int) -> float:
+        with self.stopwatch.phase("data"):
+            batch = next(batches, None)
+        if batch is None:
+            raise DataError(
+                f"workload {self.workload.name} promised {self.batches_per_epoch} batches per epoch and rank "
+                f"{self.world.rank} ran out of them: its steps_per_epoch and batches disagree."
+            )
+        with self.stopwatch.phase("forward"):
+            loss = self.workload.loss(self.model, batch) / micro_batches
+        with self.stopwatch.phase("backward"):
+            loss.backward()
+        return float(loss.detach())
+
+    def _reduce(self) -> None:
+        self.gradients.gather()
+        if self.recipe.norm_clip:
+            # Gradients of ranks add up like independent noise: their mean is smaller by sqrt(world_size).
+            self.gradients.clip_(self.recipe.norm_clip / self.world.world_size**0.5)
+        is_analyzed = self.config.analyze_every > 0 and self.at.step % self.config.analyze_every == 0
+        if is_analyzed:
+            self.analyzer.before(self.gradients.flat(), self.reducer.residuals())
+        self.gradients.reduce()
+        if is_analyzed:
+            k = self.reducer.last_step.k
+            self.recorder.write_analysis(self.analyzer.after(self.at.step, self.gradients.flat(), k))
+
+    def _update(self, lr: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        if self.reducer.last_step.skipped:
+            return
+        if self.config.norm_clip_after:
+            self.gradients.clip_(self.config.norm_clip_after)
+        self.gradients.scatter()
+        self.optimizer.step()
+
+    def _note(self, loss: float, lr: float, micro_batches: int) -> None:
+        self._tick()
+        self.journal.note(
+            step=self.at.step,
+            epoch=self.at.epoch,
+            loss=loss,
+            lr=lr,
+            wall_seconds=self.at.wall_seconds,
+            seconds=self.stopwatch.take(),
+        )
+        self.at = replace(self.at, step=self.at.step + 1, batch=self.at.batch + micro_batches)
+        done = -(-self.at.batch // self.config.accumulate)
+        self.observer.step(Step(self.at.step, self.at.epoch, done, loss, lr, self.reducer.last_step))
+
+    # -- validation ----------------------------------------------------------------------------------------------
+
+    def _is_validation_due(self) -> bool:
+        """On epochs 0, n-1, 2n-1, ... and on the last one."""
+        every, epoch = self.config.validate_every, self.at.epoch
+        return every > 0 and (epoch == 0 or (epoch + 1) % every == 0 or epoch + 1 == self.recipe.epochs)
+
+    def _validate(self) -> tuple[Mapping[str, float], bool]:
+        """The numbers of all ranks' shares together, and whether they are the best so far."""
+        self.observer.validating(self.at.epoch)
+        numbers = validate(self.model, self.workload, self.world)
+        value = numbers.get(self.workload.metric.name)
+        is_best = value is not None and self._is_better(value)
+        best, stale = (value, 0) if is_best else (self.at.best, self.at.stale + 1)
+        self.at = replace(self.at, best=best, stale=stale)
+        if self.config.early_stop and stale >= self.config.early_stop:
+            self.stopped_by = EARLY_STOP
+        return numbers, is_best
+
+    def _is_better(self, value: float) -> bool:
+        if self.at.best is None:
+            return True
+        return value < self.at.best if self.workload.metric.lower_is_better else value > self.at.best
+
+    # -- beginning, saving, ending -------------------------------------------------------------------------------
+
+    def _make_reducer(self) -> Reducer:
+        config = self.config
+        return Reducer(
+            config.algorithm,
+            config.density_over_time(self.recipe),
+            warmup_steps=self.recipe.warmup_steps,
+            wire=config.wire,
+            metrics=self.journal.sink,
+            min_numel=config.min_numel,
+            on_nonfinite=config.on_nonfinite,
+            **config.algorithm_options,
+        )
+
+    def _open_directory(self) -> RunDirectory:
+        if self.config.resume:
+            directory = RunDirectory(find_checkpoint(self.config.resume).parent.parent)
+            if self.world.is_first:
+                write_json(directory.path / "config.json", {**directory.config, **self._described()})
+            return directory
+        path = self.config.runs / self.world.announce(self.config.name or _run_name(self.config, self.workload))
+        self.world.together(lambda: RunDirectory.create(path, self._described()) if self.world.is_first else None)
+        return RunDirectory(path)
+
+    def _described(self) -> dict[str, Any]:
+        """The configuration with everything that was decided for the user."""
+        resolved = replace(
+            self.config.resolved(self.recipe), preset=self.workload.preset, workers=self.world.world_size, resume=None
+        )
+        return resolved.to_json() | {
+            "world_size": self.world.world_size,
+            "metric": self.workload.metric.name,
+            "lower_is_better": self.workload.metric.lower_is_better,
+            "parameters": self._parameters(),
+            "steps_per_epoch": self.steps_per_epoch,
+            "torch": torch.__version__,
+        }
+
+    def _start_event(self) -> Start:
+        return Start(
+            run=self.directory.path, workload=self.workload.name, preset=self.workload.preset,
+            parameters=self._parameters(), algorithm=self.config.algorithm, density=self.recipe.density,
+            warmup_steps=self.recipe.warmup_steps, world_size=self.world.world_size, epochs=self.recipe.epochs,
+            steps_per_epoch=self.steps_per_epoch, step=self.at.step, epoch=self.at.epoch,
+            metric=self.workload.metric.name, notices=tuple(self.workload.notices),
+        )  # fmt: skip
+
+    def _parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    def _save(self, is_best: bool = False) -> None:
+        meta = {"workload": self.workload.name, "preset": self.workload.preset, "algorithm": self.config.algorithm}
+        shared = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        mine = {
+            "reducer": self.reducer.state_dict(),
+            "workload": self.workload.state_dict(),
+            "buffers": dict(self.model.named_buffers()),
+            "random": random_state(),
+        }
+        self.observer.saved(self.checkpoints.save(self.at, meta, shared, mine, is_best))
+
+    def _resume(self, resume: Path) -> None:
+        """Continue exactly where a checkpoint was written."""
+        path = self.world.together(lambda: find_checkpoint(resume))
+        saved = self.world.together(lambda: self.checkpoints.load(path))
+        self.world.together(lambda: require_model(saved, path, self.model.state_dict()))
+        self.model.load_state_dict(dict(saved.shared["model"]))
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(saved.mine["buffers"][name])
+        self.optimizer.load_state_dict(dict(saved.shared["optimizer"]))
+        self.world.together(lambda: self.reducer.load_state_dict(saved.mine["reducer"]))
+        self.workload.load_state_dict(saved.mine["workload"])
+        restore_random_state(saved.mine["random"])
+        self.at = saved.position
+
+    def _notice(self) -> str | None:
+        steps, sparse_steps = self.recorder.counts
+        if steps == 0:
+            return "No step was made: there is nothing to report but the configuration."
+        if sparse_steps == 0 and 0 < steps <= self.recipe.warmup_steps:
+            return (
+                f"All {steps} steps were inside the dense warm-up of {self.recipe.warmup_steps} steps: nothing was "
+                f"sparsified. Train longer (--epochs) or lower --warmup-steps to see {self.config.algorithm} at work."
+            )
+        return None
+
+    def _tick(self) -> None:
+        now = perf_counter()
+        passed, self._ticked = now - self._ticked, now
+        wall, epoch = self.at.wall_seconds + passed, self.at.epoch_seconds + passed
+        self.at = replace(self.at, wall_seconds=wall, epoch_seconds=epoch)
+
+
+def validate(model: nn.Module, workload: Workload, world: World) -> dict[str, float]:
+    """Evaluate on all ranks together and add up."""
+    was_training = model.training
+    model.eval()
+    totals = world.together(lambda: workload.evaluate(model, world.rank, world.world_size))
+    model.train(was_training)
+    shares = world.share(totals)
+    names = dict.fromkeys(name for share in shares for name in share)
+    return workload.summarize({name: sum(share.get(name, 0.0) for share in shares) for name in names})
+
+
+def _run_name(config: TrainConfig, workload: Workload) -> str:
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    return f"{workload.name}-{workload.preset}-{config.algorithm}-{stamp}"
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)

@@ -1,0 +1,43 @@
+"""From a name to a workload: those of the package, and `module:Class` of anyone else."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import Any, cast
+
+from oktopk.errors import ConfigError
+from oktopk.training.config import TrainConfig
+from oktopk.workloads import workload_classes
+from oktopk.workloads.base import Workload
+
+_COMMON = ("preset", "data", "batch_size")  # fields of every workload's configuration that `TrainConfig` has too
+
+
+def find_classes(name: str) -> tuple[type[Any], type[Any]]:
+    """Configuration class and workload class. Those of `module:Class` are `Class.Config` and `Class`."""
+    if ":" not in name:
+        return workload_classes(name)
+    module, _, attribute = name.partition(":")
+    # As `python -m` does: a module in the current folder is found.
+    sys.path[:0] = [] if os.getcwd() in sys.path or "" in sys.path else [os.getcwd()]
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+        return found.Config, found
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"cannot find the workload {name!r} ({error}): it must be module:Class, importable from here, and the "
+            "class must have an attribute Config, the dataclass of its options."
+        ) from None
+
+
+def make_workload(config: TrainConfig) -> Workload:
+    """The workload a configuration names, with its options."""
+    config_class, workload_class = find_classes(config.workload)
+    said = {name: getattr(config, name) for name in _COMMON if getattr(config, name) is not None}
+    try:
+        options = config_class(**said, **config.workload_options)
+    except TypeError as error:
+        raise ConfigError(f"workload {config.workload!r} does not take these options: {error}.") from None
+    return cast(Workload, workload_class(options, config.seed))

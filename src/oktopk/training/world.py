@@ -1,0 +1,140 @@
+"""The ranks of a run as the trainer sees them: joining, small agreements, failing together."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import HashStore
+
+from oktopk.errors import OkTopkError, PeerError
+from oktopk.training.place import Place, find_place
+from oktopk.transport.base import Transport
+from oktopk.transport.torch_dist import TorchTransport
+
+T = TypeVar("T")
+_TIMEOUT = timedelta(minutes=30)  # the first use of a corpus may have to make it
+
+
+class World:
+    """This rank among its peers. Every rank calls the same methods in the same order."""
+
+    def __init__(self, transport: Transport, local_rank: int = 0) -> None:
+        self._transport = transport
+        self.rank, self.world_size = transport.rank, transport.world_size
+        self.local_rank = local_rank
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def total(self, values: Sequence[float]) -> list[float]:
+        """Sums over ranks."""
+        return list(self._transport.all_reduce_(torch.tensor(values, dtype=torch.float64)).tolist())
+
+    def greatest(self, *values: int) -> list[int]:
+        """Maxima over ranks, in one round."""
+        return [max(column) for column in zip(*self._transport.agree(values), strict=True)]
+
+    def share(self, value: Any) -> list[Any]:
+        """Every rank's JSON value, by rank."""
+        return [json.loads(bytes(message.tolist())) for message in self._transport.all_gather(_message(value))]
+
+    def announce(self, value: T) -> T:
+        """Rank 0's JSON value, on every rank."""
+        shared: T = self.share(value if self.is_first else None)[0]
+        return shared
+
+    def average_(self, tensors: Sequence[Tensor]) -> None:
+        """Replace tensors by their mean over ranks."""
+        if tensors and self.world_size > 1:
+            flat = torch.cat([tensor.detach().flatten().double() for tensor in tensors])
+            mean = self._transport.all_reduce_(flat).div_(self.world_size)
+            for tensor, part in zip(tensors, mean.split([tensor.numel() for tensor in tensors]), strict=True):
+                tensor.copy_(part.view_as(tensor))
+
+    def broadcast_(self, tensors: Sequence[Tensor]) -> None:
+        """Replace tensors by those of rank 0."""
+        for tensor in tensors:
+            if self.world_size > 1:
+                dist.broadcast(tensor.detach(), src=0)
+
+    def fail_together(self, error: Exception | None) -> None:
+        """Raise on every rank when any rank has an error: nobody is left waiting in a collective."""
+        if not any(self.greatest(int(error is not None))):
+            return
+        texts = self.share(None if error is None else str(error) or type(error).__name__)
+        if error is not None:
+            raise error
+        rank, text = next((rank, text) for rank, text in enumerate(texts) if text is not None)
+        raise PeerError(f"rank {rank}: {text}")
+
+    def together(self, action: Callable[[], T]) -> T:
+        """The result of an action that every rank does, or the first error of any of them on all."""
+        result, error = attempt(action)
+        self.fail_together(error)
+        return result  # type: ignore[return-value]
+
+    def local_first(self, action: Callable[[], T]) -> T:
+        """As `together`, the first rank of each host before its others: what it caches they find ready."""
+        result, error = attempt(action) if self.local_rank == 0 else (None, None)
+        self.fail_together(error)
+        if self.local_rank != 0:
+            result, error = attempt(action)
+        self.fail_together(error)
+        return result  # type: ignore[return-value]
+
+    def close(self) -> None:
+        self._transport.close()
+
+
+def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """An action's result, or the error that a user can do something about."""
+    try:
+        return action(), None
+    except (OkTopkError, OSError) as error:
+        return None, error
+
+
+@contextmanager
+def joined_world() -> Iterator[World]:
+    """The world a launcher made, or a world of one."""
+    place = find_place()
+    join(place)
+    world = World(TorchTransport(), place.local_rank if place else 0)
+    try:
+        yield world
+    finally:
+        world.close()
+        dist.destroy_process_group()
+
+
+def join(place: Place | None) -> None:
+    """Initialise torch.distributed where the launcher put this process."""
+    if place is None:
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1, timeout=_TIMEOUT)
+        return
+    os.environ.update(_torchrun_variables(place))
+    dist.init_process_group("gloo", timeout=_TIMEOUT)
+
+
+def _torchrun_variables(place: Place) -> Mapping[str, str]:
+    return {
+        "RANK": str(place.rank),
+        "WORLD_SIZE": str(place.world_size),
+        "LOCAL_RANK": str(place.local_rank),
+        "LOCAL_WORLD_SIZE": str(place.local_world_size),
+        "MASTER_ADDR": place.address,
+        "MASTER_PORT": str(place.port),
+    }
+
+
+def _message(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
