@@ -1,0 +1,95 @@
+"""Who takes part in the step benchmark: every way to synchronise a DDP model that a user might pick instead of ours.
+
+A contender is named as in tables: "floor", "dense", "fp16", "powersgd 1", or one of ours: "oktopk bfloat16".
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from oktopk.algorithms import ALGORITHMS
+from oktopk.config import WIRES
+from oktopk.errors import ConfigError, nearest
+
+BASELINES = ("floor", "ddp dense", "ddp fp16", "powersgd 1", "powersgd 4")
+OURS = tuple(f"{algorithm} float32" for algorithm in ALGORITHMS) + tuple(f"oktopk {wire}" for wire in WIRES[1:])
+EVERYONE = (*BASELINES, *OURS, "auto")
+DEFAULT_CAP_MB = 25  # DDP's own
+SINGLE_BUCKET_MB = 1_000_000
+
+
+@dataclass(frozen=True)
+class Attached:
+    """A model that is synchronised in one way."""
+
+    model: nn.Module
+    warmup: int  # steps until it does what it does for the rest of its life
+    sent: Callable[[], int]  # bytes this rank sent in the last step by its own account; -1 if it keeps none
+    phases: Callable[[], dict[str, float]] = field(default=dict)
+    close: Callable[[], None] = field(default=lambda: None)
+
+
+def attach(name: str, model: nn.Module, density: float, cap_mb: int = DEFAULT_CAP_MB) -> Attached:
+    """Wrap the model so that it is synchronised as `name` says."""
+    kind, _, detail = name.partition(" ")
+    if name not in EVERYONE and (kind not in (*ALGORITHMS, "auto") or detail.split()[:1] not in [[w] for w in WIRES]):
+        raise ConfigError(f"unknown contender {name!r}. {nearest(name, EVERYONE)}")
+    if kind == "floor":
+        return _floor(model, cap_mb)
+    if kind == "ddp":
+        return _builtin(model, detail, cap_mb)
+    if kind == "powersgd":
+        return _powersgd(model, int(detail))
+    return _ours(model, kind, detail or "float32", density, cap_mb)
+
+
+def _no_synchronisation(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
+def _floor(model: nn.Module, cap_mb: int) -> Attached:
+    ddp = _ddp(model, cap_mb)
+    ddp.register_comm_hook(None, _no_synchronisation)
+    return Attached(ddp, 2, lambda: 0)
+
+
+def _builtin(model: nn.Module, values: str, cap_mb: int) -> Attached:
+    ddp = _ddp(model, cap_mb)
+    width = 2 if values == "fp16" else 4
+    if values == "fp16":
+        ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    ranks = dist.get_world_size()
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    return Attached(ddp, 1, lambda: 2 * width * numel * (ranks - 1) // ranks)
+
+
+def _powersgd(model: nn.Module, rank: int) -> Attached:
+    # With two buckets or more the hook starts collectives on Gloo's callback threads, in any order, and hangs.
+    ddp = _ddp(model, SINGLE_BUCKET_MB)
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
+    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return Attached(ddp, 3, lambda: -1)
+
+
+def _ours(model: nn.Module, algorithm: str, wire: str, density: float, cap_mb: int) -> Attached:
+    import oktopk
+
+    ddp = _ddp(model, cap_mb)
+    reducer: Any = oktopk.register(ddp, algorithm=algorithm, density=density, wire=wire)
+    return Attached(
+        ddp, 2, lambda: int(reducer.last_step.bytes_sent), lambda: dict(reducer.last_step.seconds), reducer.close
+    )
+
+
+def _ddp(model: nn.Module, cap_mb: int) -> DistributedDataParallel:
+    # Every rank builds the model from the same seed, so nothing needs to be broadcast over a slow link.
+    return DistributedDataParallel(model, bucket_cap_mb=cap_mb, gradient_as_bucket_view=True, init_sync=False)

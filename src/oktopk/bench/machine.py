@@ -1,0 +1,145 @@
+"""What one rank's share of the work costs on this machine: scanning, packing, adding, rounds, bytes."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from statistics import NormalDist
+from time import perf_counter
+
+import torch
+
+from oktopk.config import WIRES
+from oktopk.kernels import choose
+from oktopk.types import SparseVector
+from oktopk.wire import Wire
+
+SAMPLE_NUMEL = 1 << 22  # entries; enough to leave the caches, little enough to take a second
+REPEATS = 3
+STREAM_BYTES = 32 << 20
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Seconds of one core per unit of work; smaller is better."""
+
+    per_entry: Mapping[str, float]  # algorithm -> seconds per gradient entry: compensate, select, retain, fill
+    per_pair: Mapping[str, float]  # wire -> seconds to pack, unpack and add one index/value pair
+    bytes_per_pair: Mapping[str, float]  # wire -> on the wire, at the density it was measured with
+    density: float
+    round_seconds: float  # software cost of one round of messages, without the network's own latency
+    stack_bytes_per_second: float  # what the socket layer moves when no link limits it
+    cores: int
+
+    def to_json(self) -> dict[str, object]:
+        return {name: dict(v) if isinstance(v, Mapping) else v for name, v in vars(self).items()}
+
+
+def measure_machine(density: float = 0.01, numel: int = SAMPLE_NUMEL) -> Machine:
+    """Measure, in about two seconds, on one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        packing = {wire: _per_pair(wire, density, numel) for wire in WIRES}
+        round_seconds, stack = _sockets()
+        return Machine(
+            per_entry=_per_entry(density, numel),
+            per_pair={wire: seconds for wire, (seconds, _) in packing.items()},
+            bytes_per_pair={wire: nbytes for wire, (_, nbytes) in packing.items()},
+            density=density,
+            round_seconds=round_seconds,
+            stack_bytes_per_second=stack,
+            cores=os.cpu_count() or 1,
+        )
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _per_entry(density: float, numel: int) -> dict[str, float]:
+    """Seconds per entry, by the way an algorithm chooses."""
+    grad, residual = torch.randn(numel), torch.randn(numel)
+    kernels, k = choose(torch.device("cpu")).kernels, max(1, round(density * numel))
+    threshold = NormalDist().inv_cdf(1 - density / 2) * 2**0.5
+
+    def exact() -> None:
+        kernels.all_finite(grad)
+        kernels.accumulate_(residual, grad, k)
+        chosen, _ = kernels.select_topk(residual, k)
+        kernels.retain_(residual, chosen)
+        kernels.fill_(residual, chosen, 0.25)
+
+    def gaussian() -> None:
+        exact()
+        residual.mean(), residual.std(correction=0)
+        kernels.count_above(residual, threshold)
+
+    def dense() -> None:
+        kernels.all_finite(grad)
+        residual.copy_(grad)
+        residual.add_(grad).div_(4.0)
+
+    exact_seconds = _best(exact) / numel
+    return {
+        "dense": _best(dense) / numel,
+        "gaussiank": _best(gaussian) / numel,
+        **dict.fromkeys(("topka", "topkdsa", "gtopk", "oktopk"), exact_seconds),
+    }
+
+
+def _per_pair(wire: str, density: float, numel: int) -> tuple[float, float]:
+    """Seconds per pair, and bytes per pair."""
+    indices = (torch.rand(numel) < density).nonzero().flatten().to(torch.int32)
+    vector = SparseVector(indices, torch.randn(indices.numel()), numel)
+    codec, kernels = Wire(wire), choose(torch.device("cpu")).kernels
+    message = codec.pack(vector).message
+
+    def there_and_back() -> None:
+        kernels.sum_sparse([vector, codec.unpack(codec.pack(vector).message)])
+
+    return _best(there_and_back) / max(1, vector.nnz), message.numel() / max(1, vector.nnz)
+
+
+def _best(work: Callable[[], object]) -> float:
+    work()
+    times = []
+    for _ in range(REPEATS):
+        started = perf_counter()
+        work()
+        times.append(perf_counter() - started)
+    return min(times)
+
+
+def _sockets() -> tuple[float, float]:
+    """Seconds of a message and its answer between two threads, and bytes per second of a stream, over loopback."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        other = threading.Thread(target=_echo, args=(server,), daemon=True)
+        other.start()
+        with socket.create_connection(server.getsockname()) as connection:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            round_trip = _best(lambda: [_ask(connection) for _ in range(50)]) / 50
+            started = perf_counter()
+            connection.sendall(bytes(STREAM_BYTES))
+            connection.shutdown(socket.SHUT_WR)
+            while connection.recv(1 << 16):
+                pass
+            rate = STREAM_BYTES / (perf_counter() - started)
+        other.join()
+    return round_trip, rate
+
+
+def _ask(connection: socket.socket) -> bytes:
+    connection.sendall(b"?")
+    return connection.recv(1)
+
+
+def _echo(server: socket.socket) -> None:
+    """Answer single bytes, swallow longer ones, leave when the other side does."""
+    connection, _ = server.accept()
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    with connection:
+        while received := connection.recv(1 << 18):
+            if len(received) == 1:
+                connection.sendall(b"!")

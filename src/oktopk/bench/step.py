@@ -1,0 +1,160 @@
+"""Real training steps, side by side in one run: what does synchronisation cost, and who pays least?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from oktopk.bench import models
+from oktopk.bench.cluster import Place
+from oktopk.bench.contenders import BASELINES, DEFAULT_CAP_MB, OURS, Attached, attach
+from oktopk.bench.launch import Record, run_ranks
+from oktopk.bench.rank import World
+from oktopk.errors import ConfigError
+
+LEARNING_RATE = 1e-4
+MOST_STEPS, LEAST_STEPS = 30, 3
+
+
+@dataclass(frozen=True)
+class StepBench:
+    """What to measure."""
+
+    numel: int = 27_570_000  # parameters of the stand-in model
+    model: str = ""  # a workload instead of the stand-in, with its preset: "speech:lstman4", "vision:vgg16"
+    density: float = 0.01
+    contenders: tuple[str, ...] = (*BASELINES, *OURS)
+    seconds: float = 4.0  # of measuring per contender and repeat; slower ones still get three steps
+    repeats: int = 2  # whole rounds over all contenders; the best round of each counts
+    bucket_cap_mb: int = DEFAULT_CAP_MB
+
+    def __post_init__(self) -> None:
+        if self.repeats < 1 or self.seconds <= 0:
+            raise ConfigError(f"repeats and seconds must be positive, got {self.repeats} and {self.seconds}.")
+        if "floor" not in self.contenders:
+            raise ConfigError("contenders must include 'floor': synchronisation overhead is the step minus the floor.")
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One contender in one round, or (see `best`) its best round."""
+
+    contender: str
+    step_seconds: float  # median over steps of the slowest rank
+    fastest: float
+    slowest: float
+    steps: int
+    bytes_sent: int  # per rank and step, by our own account; -1 if nobody counts
+    wire_bytes: int  # per rank and step, by the kernel's counter of the interface; -1 without an emulated cluster
+    phases: dict[str, float]
+    numel: int
+    density: float
+    overhead_seconds: float = 0.0  # step minus floor
+    speedup: float = 0.0  # DDP dense over this; 0 if dense did not take part
+
+
+def bench_step(
+    place: Place, bench: StepBench, on_result: Callable[[StepResult], None] = lambda result: None
+) -> list[StepResult]:
+    """Measure every contender in the place; one result each, the floor first."""
+    arguments = {
+        "numel": bench.numel, "model": bench.model, "density": bench.density,
+        "contenders": list(bench.contenders), "seconds": bench.seconds, "repeats": bench.repeats,
+        "cap_mb": bench.bucket_cap_mb, "counted": place.emulated, "per_host": place.per_host,
+    }  # fmt: skip
+    limit = 120.0 + len(bench.contenders) * bench.repeats * (20 * bench.seconds + 120)
+    records = run_ranks(
+        place, "oktopk.bench.step:measure", arguments, limit, lambda record: on_result(StepResult(**record))
+    )
+    return best([StepResult(**record) for record in records[0]])
+
+
+def best(results: Sequence[StepResult]) -> list[StepResult]:
+    """The best round of each contender, with overhead and speed-up."""
+    chosen: dict[str, StepResult] = {}
+    for result in results:
+        known = chosen.get(result.contender)
+        chosen[result.contender] = result if known is None or result.step_seconds < known.step_seconds else known
+    floor, dense = chosen["floor"].step_seconds, chosen.get("ddp dense")
+    return [
+        replace(
+            result,
+            overhead_seconds=result.step_seconds - floor,
+            speedup=dense.step_seconds / result.step_seconds if dense else 0.0,
+        )
+        for result in chosen.values()
+    ]
+
+
+def measure(
+    world: World, numel: int, model: str, density: float, contenders: Sequence[str], seconds: float,
+    repeats: int, cap_mb: int, counted: bool, per_host: int,
+) -> None:  # fmt: skip
+    """The work of one rank: rounds over all contenders, one record each."""
+    for _ in range(repeats):
+        for name in contenders:
+            torch.manual_seed(0)
+            if model:
+                module, loss = models.workload(model, world.rank, world.world_size)
+            else:
+                module, loss = models.synthetic(numel, world.rank)
+            attached = attach(name, module, density, cap_mb)
+            record = _measure_one(world, attached, loss, seconds, counted, per_host)
+            attached.close()
+            count = sum(parameter.numel() for parameter in module.parameters())
+            if world.rank == 0:
+                world.emit(contender=name, numel=count, density=density, **record)
+            del attached, module, loss
+
+
+def _measure_one(
+    world: World, attached: Attached, loss: Callable[[nn.Module], Tensor], seconds: float, counted: bool, per_host: int
+) -> Record:
+    optimizer = torch.optim.SGD(attached.model.parameters(), lr=LEARNING_RATE)
+    for _ in range(attached.warmup):
+        probe = _timed_step(attached, optimizer, loss)
+    steps = _agreed_steps(probe, seconds)
+    before = world.wire_bytes()[0]
+    times, phases = [], []
+    for _ in range(steps):
+        times.append(_timed_step(attached, optimizer, loss))
+        phases.append(attached.phases())
+    dist.barrier()
+    wire = (world.wire_bytes()[0] - before) / (steps * per_host)
+    slowest = _over_ranks(torch.tensor(times), dist.ReduceOp.MAX)
+    sent = _over_ranks(torch.tensor([float(attached.sent()), wire]), dist.ReduceOp.SUM) / world.world_size
+    return {
+        "step_seconds": median(slowest.tolist()), "fastest": float(slowest.min()), "slowest": float(slowest.max()),
+        "steps": steps, "bytes_sent": round(float(sent[0])), "wire_bytes": round(float(sent[1])) if counted else -1,
+        "phases": _median_phases(phases),
+    }  # fmt: skip
+
+
+def _timed_step(attached: Attached, optimizer: torch.optim.Optimizer, loss: Callable[[nn.Module], Tensor]) -> float:
+    dist.barrier()
+    started = perf_counter()
+    optimizer.zero_grad()
+    loss(attached.model).backward()
+    optimizer.step()
+    return perf_counter() - started
+
+
+def _agreed_steps(probe: float, seconds: float) -> int:
+    slowest = float(_over_ranks(torch.tensor([probe]), dist.ReduceOp.MAX))
+    return max(LEAST_STEPS, min(MOST_STEPS, int(seconds / slowest)))
+
+
+def _over_ranks(values: Tensor, op: Any) -> Tensor:
+    dist.all_reduce(values, op)
+    return values
+
+
+def _median_phases(phases: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {name: median(one[name] for one in phases) for name in (phases[0] if phases else {})}
