@@ -41,10 +41,11 @@ def write_audio(path: Path, samples: Any) -> None:
 
 
 def resample(samples: np.ndarray[Any, Any], rate: int) -> np.ndarray[Any, Any]:
-    """Float samples at `rate` brought to 16 kHz, band-limited by cutting the spectrum."""
+    """Float samples at a higher `rate` brought to 16 kHz, the spectrum faded out below the new limit."""
     length = round(len(samples) * SAMPLE_RATE / rate)
     spectrum = np.fft.rfft(samples)[: length // 2 + 1]
-    spectrum = np.pad(spectrum, (0, length // 2 + 1 - len(spectrum)))
+    fade = len(spectrum) // 20 + 1  # a sharp edge would ring at both ends
+    spectrum[-fade:] *= np.cos(np.linspace(0, np.pi / 2, fade))
     return np.fft.irfft(spectrum, length) * (length / len(samples))
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import shutil
+import tempfile
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +31,7 @@ class Manner:
 
 
 class Speaker:
-    """The synthesiser of this process; espeak-ng itself keeps one global state."""
+    """A synthesiser of its own: the same sentences in the same order always give the same samples."""
 
     def __init__(self) -> None:
         self._library, data = _load()
@@ -41,11 +43,10 @@ class Speaker:
         self._library.espeak_SetSynthCallback(self._callback)
 
     def say(self, text: str, manner: Manner) -> np.ndarray[Any, Any]:
-        """The sentence as int16 samples at 16 kHz; the same text and manner give the same samples."""
+        """The sentence as int16 samples at 16 kHz."""
         self._adopt(manner)
         self._chunks.clear()
         spoken = " ".join(_PRONUNCIATION.get(word, word) for word in text.split()).encode()
-        ctypes.CDLL(None).srand(0)  # breathy voices draw from C's rand()
         code = self._library.espeak_Synth(spoken, len(spoken) + 1, 0, 0, 0, _UTF8 | _PHONEMES, None, None)
         if code != 0 or not self._chunks:
             raise DataError(f"espeak-ng could not speak {text!r} (code {code}): reinstall 'oktopk[speech]'.")
@@ -78,8 +79,14 @@ def _load() -> tuple[Any, str]:
     try:
         import espeakng_loader
 
-        return ctypes.CDLL(espeakng_loader.get_library_path()), str(espeakng_loader.get_data_path())
+        return _fresh_copy(espeakng_loader.get_library_path()), str(espeakng_loader.get_data_path())
     except (ImportError, OSError) as error:
         raise UnsupportedError(
             f"the embedded corpus synth-an4 needs espeak-ng: pip install 'oktopk[speech]' ({error})."
         ) from error
+
+
+def _fresh_copy(library: str) -> ctypes.CDLL:
+    """The library loaded from a copy: its sound depends on all it has said before, even across its own restart."""
+    with tempfile.TemporaryDirectory() as folder:
+        return ctypes.CDLL(shutil.copy(library, folder))

@@ -23,10 +23,11 @@ from oktopk.workloads.speech.sentences import sentence
 NAME = "synth-an4"
 VERSION = 1  # part of the cache's name: raise it whenever the sound or the sentences change
 TRAINING_VOICES = (
-    "en-us", "en-us+m1", "en-us+m3", "en-us+m7", "en-us+f1", "en-us+f2", "en-us+f4", "en-us+klatt2", "en-us+max",
-    "en-us+belinda", "en-us+john", "en-us+quincy",
+    "en-us", "en-us+m1", "en-us+m2", "en-us+m3", "en-us+m5", "en-us+m6", "en-us+m7", "en-us+f1", "en-us+f2",
+    "en-us+f4", "en-us+f5", "en-us+klatt2", "en-us+max", "en-us+belinda", "en-us+john", "en-us+quincy", "en-us+linda",
+    "en-us+Andy",
 )  # fmt: skip
-VALIDATION_VOICES = ("en-us+m4", "en-us+f3", "en-us+steph", "en-us+boris")
+VALIDATION_VOICES = ("en-us+m4", "en-us+f3", "en-us+m8", "en-us+steph")
 
 Progress = Callable[[int, int], None]  # utterances done, utterances in all
 
@@ -35,8 +36,8 @@ Progress = Callable[[int, int], None]  # utterances done, utterances in all
 class Size:
     """Utterances of each part."""
 
-    train: int = 960
-    validation: int = 112
+    train: int = 1200
+    validation: int = 120
 
     @property
     def total(self) -> int:
@@ -92,7 +93,7 @@ def _speak(speaker: Speaker, work: Path, part: str, number: int, voices: tuple[s
 
 
 def _manner(rng: Random, voice: str) -> Manner:
-    return Manner(voice, rng.randint(130, 190), rng.randint(30, 70), rng.randint(30, 70), rng.randint(0, 4))
+    return Manner(voice, rng.randint(120, 180), rng.randint(30, 70), rng.randint(30, 70), rng.randint(0, 4))
 
 
 @contextmanager
