@@ -42,7 +42,7 @@ class ToyWorkload:
 
     def __init__(self, config: ToyConfig, seed: int) -> None:
         self.config, self.preset, self.seed = config, config.preset, seed
-        self.recipe = Recipe(lr=0.05, batch_size=config.batch_size or 8, epochs=2, density=0.1, warmup_steps=3)
+        self.recipe = Recipe(lr=0.02, batch_size=config.batch_size or 8, epochs=2, density=0.1, warmup_steps=3)
         generator = torch.Generator().manual_seed(99)
         self._truth = torch.randn(INPUTS, 1, generator=generator)
         self._seen = 0

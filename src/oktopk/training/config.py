@@ -90,7 +90,7 @@ class TrainConfig:
 
     def resolved(self, recipe: Recipe) -> TrainConfig:
         """The same configuration with every value that the recipe decides written out."""
-        return replace(self, **asdict(recipe))
+        return replace(self, **asdict(recipe) | {"norm_clip": recipe.norm_clip or 0.0})
 
     def to_json(self) -> dict[str, Any]:
         """Plain values that `TrainConfig(**...)` and `from_mapping` take back."""
