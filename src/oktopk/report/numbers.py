@@ -1,0 +1,194 @@
+"""What runs say in numbers: totals for cards and tables, points for lines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from statistics import fmean
+
+from oktopk.metrics import PHASES, StepRecord
+from oktopk.report.runs import Run, Step
+
+STEP_PHASES = ("data", "forward", "backward", *PHASES, "optimizer")
+WORD = 4  # bytes
+_HIGHER_IS_BETTER = ("acc", "top", "f1")
+
+Points = tuple[list[float], list[float]]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Three ways to count how far a run is, one entry per step."""
+
+    step: Sequence[float]
+    wall: Sequence[float]
+    sent: Sequence[float]  # bytes, by rank 0
+
+
+@dataclass(frozen=True)
+class Totals:
+    """A run in a few numbers; None where it has none."""
+
+    steps: int
+    dense_steps: int
+    sparse_steps: int
+    loss: float | None
+    first_loss: float | None
+    metric: str | None
+    lower_is_better: bool
+    best: float | None
+    best_epoch: int | None
+    last: float | None
+    sent: float | None  # bytes
+    dense_bytes: float | None  # what a dense run of as many steps would have sent
+    sparse_sent_per_step: float | None
+    dense_sent_per_step: float | None
+    sparsity: float | None  # mean over sparse steps
+    ratio: float | None
+    wall: float | None
+    step_seconds: float | None
+    memory: float | None
+
+    @property
+    def saving(self) -> float | None:
+        """How many times less was sent than by a dense run of as many steps."""
+        return self.dense_bytes / self.sent if self.dense_bytes and self.sent else None
+
+
+def totals(run: Run) -> Totals:
+    records = reductions(run)
+    sparse = [record for record in records if record.phase == "sparse"]
+    losses = [step.loss for step in run.steps if step.loss is not None]
+    epoch_losses = [epoch.train_loss for epoch in run.epochs if epoch.train_loss is not None]
+    name, best, best_epoch, last = _metric(run)
+    wall = _last([step.wall_seconds for step in run.steps] + [epoch.wall_seconds for epoch in run.epochs])
+    return Totals(
+        steps=len(run.steps),
+        dense_steps=len(records) - len(sparse),
+        sparse_steps=len(sparse),
+        loss=epoch_losses[-1] if epoch_losses else _mean(losses[-10:]),
+        first_loss=losses[0] if losses else None,
+        metric=name,
+        lower_is_better=name is None or lower_is_better([run], name),
+        best=best,
+        best_epoch=best_epoch,
+        last=last,
+        sent=float(sum(record.bytes_sent for record in records)) if records else None,
+        dense_bytes=float(sum(record.dense_bytes for record in records)) if records else None,
+        sparse_sent_per_step=_mean([record.bytes_sent for record in sparse]),
+        dense_sent_per_step=_mean([record.dense_bytes for record in records]),
+        sparsity=_mean([record.sparsity for record in sparse]),
+        ratio=_mean([record.compression_ratio for record in sparse]),
+        wall=wall,
+        step_seconds=_mean([sum(step.seconds.values()) for step in run.steps if step.seconds]),
+        memory=max((step.memory_bytes for step in run.steps if step.memory_bytes is not None), default=None),
+    )
+
+
+def reductions(run: Run) -> list[StepRecord]:
+    return [step.reduce for step in run.steps if step.reduce is not None]
+
+
+def progress(run: Run) -> Progress:
+    sent = accumulate(step.reduce.bytes_sent if step.reduce else 0 for step in run.steps)
+    wall = accumulate((step.wall_seconds or 0.0 for step in run.steps), max)
+    return Progress([step.step for step in run.steps], list(wall), [float(total) for total in sent])
+
+
+def switch(run: Run) -> int | None:
+    """The position in `run.steps` where dense steps turn into sparse ones, or None if they never do."""
+    for position, (before, after) in enumerate(pairwise(run.steps)):
+        if _phase(before) == "dense" and _phase(after) == "sparse":
+            return position + 1
+    return None
+
+
+def world_size(run: Run) -> int | None:
+    """As configured, or from what a dense all-reduce would have sent: 2n(P-1)/P words."""
+    configured = run.setting("world_size", "workers")
+    if isinstance(configured, int) and configured > 0:
+        return configured
+    for record in reductions(run):
+        share = record.dense_bytes / (2 * record.numel * WORD) if record.numel else 0.0
+        if 0.0 < share < 0.999:
+            return round(1 / (1 - share))
+    return None
+
+
+def validated(run: Run, name: str) -> tuple[list[int], list[float]]:
+    """Epochs that measured `name` on the validation set, and what they found."""
+    pairs = [(epoch.epoch, epoch.validation[name]) for epoch in run.epochs if name in epoch.validation]
+    return [epoch for epoch, _ in pairs], [value for _, value in pairs]
+
+
+def metric_name(run: Run) -> str | None:
+    """The number the workload is judged by: named in the summary or configuration, else the first that is no loss."""
+    names = [name for epoch in run.epochs for name in epoch.validation if name != "loss"]
+    chosen = run.summary.get("metric") or run.setting("metric")
+    return chosen if chosen in names else (names[0] if names else None)
+
+
+def lower_is_better(runs: Sequence[Run], name: str) -> bool:
+    """As the runs say; for runs that do not say, by its name."""
+    said = next((found for run in runs if isinstance(found := run.setting("lower_is_better"), bool)), None)
+    return said if said is not None else not any(word in name.lower() for word in _HIGHER_IS_BETTER)
+
+
+def at_epoch_ends(run: Run, xs: Sequence[float], epochs: Sequence[int]) -> list[float | None]:
+    """The entry of `xs` that belongs to the last step of each epoch, or None when it has no step."""
+    last = {step.epoch: position for position, step in enumerate(run.steps)}
+    return [xs[last[epoch]] if epoch in last else None for epoch in epochs]
+
+
+def thin(x: Sequence[float], y: Sequence[float], most: int = 240) -> Points:
+    """At most `most` points: means over equal shares of the points."""
+    if len(x) <= most:
+        return list(x), list(y)
+    cuts = [round(n * len(x) / most) for n in range(most + 1)]
+    spans = [slice(a, b) for a, b in pairwise(cuts)]
+    return [fmean(x[span]) for span in spans], [fmean(y[span]) for span in spans]
+
+
+def smooth(y: Sequence[float]) -> list[float]:
+    """A mean over a window of about a twentieth of the points, centred where there is room."""
+    reach = max(1, len(y) // 40)
+    return [fmean(y[max(0, n - reach) : n + reach + 1]) for n in range(len(y))]
+
+
+def points(run: Run, value: Callable[[Step], float | None], keep: Callable[[Step], bool] = bool) -> Points:
+    """Step numbers and values, where there is a value, thinned."""
+    pairs = [(float(step.step), value(step)) for step in run.steps if keep(step)]
+    known = [(x, y) for x, y in pairs if y is not None]
+    return thin([x for x, _ in known], [y for _, y in known])
+
+
+def is_sparse(step: Step) -> bool:
+    return _phase(step) == "sparse"
+
+
+def phase_seconds(step: Step) -> dict[str, float]:
+    """Seconds of every phase of a step."""
+    reduced = dict(step.reduce.seconds) if step.reduce else {}
+    return {phase: reduced.get(phase, 0.0) for phase in PHASES} | dict(step.seconds)
+
+
+def _phase(step: Step) -> str | None:
+    return step.reduce.phase if step.reduce else None
+
+
+def _metric(run: Run) -> tuple[str | None, float | None, int | None, float | None]:
+    name = metric_name(run)
+    if name is None:
+        return None, None, None, None
+    epochs, values = validated(run, name)
+    best = min(values) if lower_is_better([run], name) else max(values)
+    return name, best, epochs[values.index(best)], values[-1]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return fmean(values) if values else None
+
+
+def _last(values: Sequence[float | None]) -> float | None:
+    return max((value for value in values if value is not None), default=None)
