@@ -82,7 +82,7 @@ def gather_regions(
     counts = [row[0] for row in announced]
     if max(counts) * tools.world_size > balance_factor * sum(counts):
         even, whole = even_out(block, counts, bounds, tools), [0] * tools.world_size + [bounds[-1]]
-        return *gather_regions(even, whole, tools)[:2], counts
+        return gather_regions(even, whole, tools)
     messages = tools.transport.all_gather(packed.message, [row[1] for row in announced])
     blocks = [
         block.with_values(packed.values) if rank == tools.rank else tools.wire.unpack(message)

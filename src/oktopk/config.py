@@ -59,7 +59,7 @@ class OkTopkConfig:
     global_nudge_down: float = 1.01  # divisor when too few survive (paper: 1.008 to 1.036)
     global_keep: tuple[float, float] = (3 / 4, 5 / 4)  # as local_keep, for survivors
     cap: float = 1.5  # exact threshold at once when more than cap * k are chosen; 1.5 keeps 6k on every step
-    balance_factor: float = 4.0  # even blocks out when the largest exceeds this multiple of the mean (paper: 4)
+    balance_factor: float = 1.25  # even blocks out when the largest exceeds this multiple of the mean (paper: 4)
     in_flight: int = 4  # peers served at once; larger = fewer waits, more congestion at one receiver
 
     def __post_init__(self) -> None:
@@ -99,17 +99,20 @@ class ReducerConfig:
 
 
 PAPER_LSTM: dict[str, Any] = {
-    "warmup_steps": 128, "density": 0.02, "threshold": "reused", "reestimate_every": 32, "repartition_every": 64,
+    "warmup_steps": 128, "density": 0.02, "threshold": "reused",
+    "reestimate_every": 32, "repartition_every": 64, "balance_factor": 4.0,
     "local_nudge": 1.012, "local_keep": (3 / 4, 5 / 4),
     "global_nudge_up": 1.008, "global_nudge_down": 1.01, "global_keep": (3 / 4, 5 / 4),
 }  # fmt: skip
 PAPER_VGG: dict[str, Any] = {
-    "warmup_steps": 512, "density": 0.02, "threshold": "reused", "reestimate_every": 32, "repartition_every": 64,
+    "warmup_steps": 512, "density": 0.02, "threshold": "reused",
+    "reestimate_every": 32, "repartition_every": 64, "balance_factor": 4.0,
     "local_nudge": 1.012, "local_keep": (2 / 3, 5 / 4),
     "global_nudge_up": 1.008, "global_nudge_down": 1.008, "global_keep": (2 / 3, 4 / 3),
 }  # fmt: skip
 PAPER_BERT: dict[str, Any] = {
-    "warmup_steps": 0, "density": 0.01, "threshold": "reused", "reestimate_every": 128, "repartition_every": 64,
+    "warmup_steps": 0, "density": 0.01, "threshold": "reused",
+    "reestimate_every": 128, "repartition_every": 64, "balance_factor": 4.0,
     "local_nudge": 1.025, "local_keep": (4 / 5, 5 / 4),
     "global_nudge_up": 1.025, "global_nudge_down": 1.036, "global_keep": (4 / 5, 5 / 4),
 }  # fmt: skip

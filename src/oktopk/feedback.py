@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -32,10 +33,13 @@ class Feedback:
         self._energy[layout] = self._kernels.accumulate_(residual, grad)
         return residual
 
-    def retain(self, layout: Layout, sent: Vector) -> None:
+    def retain(self, layout: Layout, sent: Vector | None) -> None:
         """Everything not in `sent` stays owed."""
         residual = self._flat[layout]
-        if isinstance(sent, SparseVector):
+        if sent is None:
+            residual.zero_()
+            self._energy[layout] = 0.0
+        elif isinstance(sent, SparseVector):
             self._energy[layout] += self._kernels.retain_(residual, sent)
         else:
             residual.sub_(sent)
@@ -46,7 +50,7 @@ class Feedback:
         return any(name in self._home for name, _ in layout)
 
     def norm(self, layout: Layout) -> float:
-        return max(0.0, self._energy.get(layout, 0.0)) ** 0.5
+        return math.sqrt(max(0.0, self._energy.get(layout, 0.0)))
 
     def scale_(self, factor: float) -> None:
         """Multiply every residual: the unit of the gradient has changed."""

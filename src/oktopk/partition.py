@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -19,30 +20,62 @@ def equal_bounds(numel: int, world_size: int) -> list[int]:
 def balanced_bounds(chosen: Tensor, numel: int, transport: Transport) -> list[int]:
     """Region borders that give each rank about the same number of chosen coordinates.
 
-    Each rank proposes the quantiles of its own choice; the mean of the proposals is what all agree on. A rank that
-    chose nothing has no say.
+    Each rank tells all others some quantiles of its choice; borders are drawn through the quantiles of all of them.
+    Ranks may choose quite different coordinates: a mean of borders would then lie where nobody chose anything.
     """
-    world_size, nnz = transport.world_size, chosen.numel()
-    # int64 throughout: a sum of borders over ranks passes 2**31 long before numel does.
-    proposal = torch.zeros(world_size, dtype=torch.int64, device=chosen.device)
-    if nnz:
-        quantiles = torch.tensor([nnz * rank // world_size for rank in range(1, world_size)], dtype=torch.int64)
-        proposal[:-1] = chosen[quantiles.to(chosen.device)]
-        proposal[-1] = 1
-    *borders, voters = transport.all_reduce_(proposal.to(transport.device)).tolist()
-    if voters == 0:
+    world_size = transport.world_size
+    marks = _marks(world_size)
+    answers = torch.tensor(transport.agree([chosen.numel(), *_quantiles(chosen, marks)]), dtype=torch.int64)
+    counts, places = answers[:, 0], answers[:, 1:]
+    if int(counts.sum()) == 0:
         return equal_bounds(numel, world_size)
-    return [0, *(border // voters for border in borders), numel]
+    places, order = places.flatten().sort(stable=True)
+    weights = counts.double().repeat_interleave(marks)[order]
+    return [0, *_cut_evenly(places, weights, world_size), numel]
+
+
+def _cut_evenly(places: Tensor, weights: Tensor, parts: int) -> list[int]:
+    """Borders between weighted places. Each weight spreads evenly around its place, so borders lie in between."""
+    below = weights.cumsum(0) - weights / 2
+    shares = (below[-1] + weights[-1] / 2) * torch.arange(1, parts) / parts
+    right = torch.searchsorted(below, shares).clamp(1, max(1, places.numel() - 1))
+    low, high = places[right - 1], places[right.clamp(max=places.numel() - 1)]
+    way = (shares - below[right - 1]) / (below[right.clamp(max=places.numel() - 1)] - below[right - 1]).clamp(min=1e-9)
+    return [int(border) for border in (low + ((high - low) * way.clamp(0, 1)).ceil().long())]
+
+
+def region_loads(chosen: Tensor, bounds: Sequence[int], transport: Transport) -> list[int]:
+    """How many coordinates all ranks together chose in each region."""
+    cuts = _cuts(chosen, bounds)
+    loads = torch.tensor([end - start for start, end in pairwise(cuts)], dtype=torch.int64)
+    return [int(load) for load in transport.all_reduce_(loads.to(transport.device)).tolist()]
+
+
+def _marks(world_size: int) -> int:
+    """Quantiles per rank: enough for even regions, few enough that all of them together stay within 8 KB."""
+    return max(2, min(4 * world_size, 1024 // world_size))
+
+
+def _quantiles(chosen: Tensor, marks: int) -> list[int]:
+    if chosen.numel() == 0:
+        return [0] * marks
+    middles = torch.tensor([chosen.numel() * (2 * mark + 1) // (2 * marks) for mark in range(marks)])
+    return [int(place) for place in chosen[middles.to(chosen.device)].tolist()]
 
 
 def split(vector: SparseVector, bounds: Sequence[int]) -> list[SparseVector]:
     """The part of `vector` in each region, with indices that count from the region's start."""
-    inner = torch.tensor(bounds[1:-1], dtype=vector.indices.dtype, device=vector.indices.device)
-    cuts = [0, *torch.searchsorted(vector.indices, inner).tolist(), vector.nnz]
+    cuts = _cuts(vector.indices, bounds)
     return [
         SparseVector(vector.indices[start:end] - low, vector.values[start:end], high - low)
         for start, end, low, high in zip(cuts, cuts[1:], bounds, bounds[1:], strict=False)
     ]
+
+
+def _cuts(indices: Tensor, bounds: Sequence[int]) -> list[int]:
+    """Where each region begins and ends in an ascending list of indices."""
+    inner = torch.tensor(bounds[1:-1], dtype=indices.dtype, device=indices.device)
+    return [0, *torch.searchsorted(indices, inner).tolist(), indices.numel()]
 
 
 def join(parts: Sequence[SparseVector], bounds: Sequence[int]) -> SparseVector:

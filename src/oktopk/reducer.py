@@ -15,6 +15,7 @@ from torch import Tensor
 
 from oktopk.agreement import Terms, check_terms
 from oktopk.algorithms import ALGORITHMS, Algorithm
+from oktopk.algorithms.dense import Dense
 from oktopk.collectives import Tools
 from oktopk.config import DenseConfig, Density, ReducerConfig, split_options
 from oktopk.errors import CheckpointError, CommunicationError, ConfigError, OkTopkError, UnsupportedError, nearest
@@ -88,7 +89,7 @@ class Reducer:
         exact = timed(Wire("float32"), self._clock, phases)
         rounding = timed(Wire(self.config.wire), self._clock, phases)
         self._tools = Tools(self._transport, rounding, exact, kernels)
-        self._dense = ALGORITHMS["dense"][1](DenseConfig(), Tools(self._transport, exact, exact, kernels))
+        self._dense = Dense(DenseConfig(), Tools(self._transport, exact, exact, kernels))
         self.feedback = Feedback(kernels)
         self._algorithms: dict[Layout, Algorithm] = {}
         self._loaded_algorithms: dict[str, Mapping[str, Any]] = {}
@@ -129,18 +130,27 @@ class Reducer:
         layout: Layout = tuple((str(name), int(numel)) for name, numel in pairs)
         self._restart_meters()
         step = max((self._steps.get(name, 0) for name, _ in layout), default=0)
-        is_sparse = not self.schedule.is_warmup(step) and flat.numel() >= max(1, self.config.min_numel)
+        is_sparse = self._is_sparse(step, flat.numel())
         k = self.schedule.k_at(step, flat.numel()) if is_sparse else flat.numel()
         skip = self._agree(layout, flat, step, k)
         if skip:
             reduced = Reduced(flat.fill_(float("nan")), flat, Stats(0, 0))
-        elif is_sparse:
-            reduced = self._reduce_sparse_(layout, flat, k)
+        elif is_sparse or self._is_rounding_dense(step):
+            reduced = self._reduce_with_feedback_(layout, flat, k)
         else:
             reduced = self._reduce_dense_(layout, flat)
         self._steps |= dict.fromkeys((name for name, _ in layout), step + 1)
         self._record(layout, flat, step, k, is_sparse, reduced, skip)
         return flat
+
+    def _is_sparse(self, step: int, numel: int) -> bool:
+        if self._algorithm_class is Dense or self.schedule.is_warmup(step):
+            return False
+        return numel >= max(1, self.config.min_numel)
+
+    def _is_rounding_dense(self, step: int) -> bool:
+        """Dense by choice over a wire that rounds: the rounding error must stay owed. Warm-up is exact."""
+        return self._algorithm_class is Dense and self._tools.is_rounding and not self.schedule.is_warmup(step)
 
     def _agree(self, layout: Layout, flat: Tensor, step: int, k: int) -> bool:
         """Whether to skip; raises on every rank when ranks differ, or when one of them has a bad gradient."""
@@ -149,7 +159,7 @@ class Reducer:
         mine = Terms(layout, flat.dtype, step, k, self._digestible(), finite, fault)
         return check_terms(mine, self._transport, self.config.on_nonfinite)
 
-    def _reduce_sparse_(self, layout: Layout, flat: Tensor, k: int) -> Reduced:
+    def _reduce_with_feedback_(self, layout: Layout, flat: Tensor, k: int) -> Reduced:
         acc = self.feedback.compensate(layout, flat)
         reduced = self._algorithm_for(layout).reduce(acc, k)
         self.feedback.retain(layout, reduced.sent)
@@ -162,8 +172,9 @@ class Reducer:
     def _reduce_dense_(self, layout: Layout, flat: Tensor) -> Reduced:
         owes = self.feedback.owes(layout)
         acc = self.feedback.compensate(layout, flat) if owes else flat.to(residual_dtype(flat.dtype))
-        reduced: Reduced = self._dense.reduce(acc, flat.numel())
-        flat.copy_(cast(Tensor, reduced.mean))
+        reduced = self._dense.reduce(acc, flat.numel())
+        if acc is not flat:
+            flat.copy_(cast(Tensor, reduced.mean))
         if owes:
             self.feedback.retain(layout, reduced.sent)
         return reduced

@@ -169,7 +169,7 @@ class ReusedThreshold:
 
     def select(self, x: Tensor, k: int, kernels: Kernels) -> tuple[SparseVector, float]:
         """Choose locally: re-use the threshold unless it is due, or lets too many through."""
-        if not self.is_due(k):
+        if k < x.numel() and not self.is_due(k):
             threshold = self.value
             # Counted first: a stale threshold must not blow up the buffers that a selection fills.
             count = kernels.count_above(x, threshold)

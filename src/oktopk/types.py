@@ -54,11 +54,11 @@ class Reduced:
 
     `mean` is the same on every rank, bit for bit. `sent` is what left this rank for good: `input - sent` is what it
     still owes, so that over all ranks `sum(input) == world_size * mean + sum(input - sent)`. A sparse `sent` may name
-    an index twice; its values then add up.
+    an index twice; its values then add up. None means that everything was sent.
     """
 
     mean: Vector
-    sent: Vector
+    sent: Vector | None
     stats: Stats = field(default=Stats(0, 0), repr=False)
 
 

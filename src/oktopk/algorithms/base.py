@@ -15,7 +15,10 @@ class Algorithm(Protocol):
     """One paper, one class, one method. Made once per bucket, so that state it keeps belongs to that bucket."""
 
     def reduce(self, acc: Tensor, k: int) -> Reduced:
-        """The mean over ranks of the flat, finite `acc`, of which each rank should send about k entries."""
+        """The mean over ranks of the flat, finite `acc`, of which each rank should send about k entries.
+
+        An algorithm that sends everything may overwrite `acc`; any other leaves it as it is.
+        """
         ...
 
     def state_dict(self) -> dict[str, Any]: ...

@@ -24,10 +24,11 @@ class Dense(Stateless):
 
     def reduce(self, acc: Tensor, k: int) -> Reduced:
         stats = Stats(acc.numel(), acc.numel())
+        if acc.numel() == 0:
+            return Reduced(acc, None, stats)
         if not self._tools.is_rounding or self._tools.world_size == 1:
-            # Divided before the sum, as DDP does, so that the bits are DDP's.
-            mean = self._tools.transport.all_reduce_(acc / self._tools.world_size)
-            return Reduced(mean, acc, stats)
+            # Divided before the sum, as DDP does, so that the bits are DDP's; in place, since nothing of it stays owed.
+            return Reduced(self._tools.transport.all_reduce_(acc.div_(self._tools.world_size)), None, stats)
         everything = SparseVector(
             torch.arange(acc.numel(), dtype=index_dtype(acc.numel()), device=acc.device), acc, acc.numel()
         )

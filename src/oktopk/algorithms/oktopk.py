@@ -10,7 +10,7 @@ from torch import Tensor
 from oktopk.algorithms.base import less, mean_of
 from oktopk.collectives import Tools, gather_regions, split_and_reduce
 from oktopk.config import OkTopkConfig
-from oktopk.partition import balanced_bounds
+from oktopk.partition import balanced_bounds, region_loads
 from oktopk.schedule import is_due
 from oktopk.selection import ReusedThreshold, Winners, take, winners, winners_above
 from oktopk.types import Reduced, SparseVector, Stats
@@ -57,12 +57,18 @@ class OkTopk:
         return self._tools.kernels.select_topk(acc, k)
 
     def _regions(self, chosen: SparseVector) -> list[int]:
-        if not self._bounds or is_due(self._step, self._config.repartition_every):
+        is_stale = not self._bounds or is_due(self._step, self._config.repartition_every)
+        if is_stale or self._is_lopsided(chosen):
             self._bounds = balanced_bounds(chosen.indices, chosen.numel, self._tools.transport)
         return self._bounds
 
+    def _is_lopsided(self, chosen: SparseVector) -> bool:
+        """Whether the regions of an earlier step would give one rank so much that it breaks the bound."""
+        loads = region_loads(chosen.indices, self._bounds, self._tools.transport)
+        return max(loads) * len(loads) > self._config.cap * sum(loads)
+
     def _win(self, region: SparseVector, k: int, numel: int) -> Winners:
-        if self._config.threshold == "reused" and not self._global.is_due(k):
+        if self._config.threshold == "reused" and k < numel and not self._global.is_due(k):
             won = winners_above(region, self._global.value, self._octave)
             count = sum(row[0] for row in self._tools.transport.agree([won.kept.nnz]))
             if count and not self._global.is_too_many(count, k):

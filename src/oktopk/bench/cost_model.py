@@ -111,7 +111,7 @@ def _gaussiank(s: _Shape) -> tuple[float, float, int, int]:
 
 def _oktopk(s: _Shape) -> tuple[float, float, int, int]:
     words = 3 * s.pair_words * min(s.k, s.n) * s.share
-    agreements = 16 * (s.p - 1) * 2 + 16 * s.p
+    agreements = (16 * 2 + 8 * (1 + 1024 // s.p + 4)) * (s.p - 1)
     overhead = s.message_overhead(3 * (s.p - 1)) + s.histogram_bytes + agreements + 32 * s.pair_words * WORD
     return words, overhead, 11 * (s.p - 1), 9
 

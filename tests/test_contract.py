@@ -1,0 +1,156 @@
+"""Every algorithm x world size x wire fulfils the contract, over threads and over real Gloo processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from contract import CASES, Case, check_all, observe
+from inputs import gradient
+from worlds import run_processes
+
+from oktopk import ALGORITHMS, Reducer
+from oktopk.config import WIRES
+from oktopk.errors import NonFiniteError
+from oktopk.transport import run_world
+
+WORLDS = [1, 2, 3, 4, 5, 8]
+# The literature's variants are options of an algorithm; they owe the same.
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in ALGORITHMS),
+    ("topka", {"global_cut": True}),
+    ("gaussiank", {"split_and_reduce": True}),
+    ("oktopk", {"threshold": "reused", "reestimate_every": 2, "repartition_every": 2}),
+    ("oktopk", {"balance_factor": 1.0, "in_flight": 1}),
+]
+
+
+def _name(variant: Any) -> str:
+    return "-".join([variant[0], *variant[1]])
+
+
+WIRES_AND_WORLDS = [("float32", p) for p in WORLDS] + [(wire, p) for wire in WIRES[1:] for p in (2, 3, 8)]
+
+
+@pytest.mark.parametrize(("wire", "world_size"), WIRES_AND_WORLDS)
+@pytest.mark.parametrize("variant", VARIANTS, ids=_name)
+def test_the_contract_holds_over_threads(variant: Any, world_size: int, wire: str) -> None:
+    algorithm, options = variant
+    for case in CASES:
+        ranks = run_world(world_size, lambda t, c=case: observe(t, t.rank, algorithm, c, wire=wire, **options))
+        check_all(ranks, _cost_name(algorithm, options), wire)
+
+
+def _cost_name(algorithm: str, options: dict[str, Any]) -> str:
+    return "topkdsa" if "split_and_reduce" in options else algorithm
+
+
+GLOO_CASES = [*CASES[:3], Case("normal", 3, 0.5, steps=2), Case("zero", 500, 0.1, steps=2), Case("normal", 600, 1.0)]
+
+
+def _observe_all() -> dict[tuple[str, str], list[Any]]:
+    rank = dist.get_rank()
+    return {
+        (name, wire): [observe(None, rank, name, case, wire=wire) for case in GLOO_CASES]
+        for name in ALGORITHMS
+        for wire in ("float32", "bfloat16")
+    }
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_the_contract_holds_over_real_gloo_processes(world_size: int) -> None:
+    everyone = run_processes(world_size, _observe_all, timeout=240)
+    for name, wire in everyone[0]:
+        for case in range(len(GLOO_CASES)):
+            check_all([rank[name, wire][case] for rank in everyone], name, wire)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_other_dtypes_conserve_too(algorithm: str, dtype: torch.dtype) -> None:
+    case = Case("layers", 3000, 0.05, dtype=dtype)
+    ranks = run_world(3, lambda t: observe(t, t.rank, algorithm, case))
+    check_all(ranks, algorithm)
+    expected = torch.float64 if dtype == torch.float64 else torch.float32
+    assert all(seen.mean.dtype == dtype for seen in ranks[0])
+    if algorithm != "dense":  # which owes nothing
+        assert ranks[0][-1].owed_after.dtype == expected
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("variant", VARIANTS, ids=_name)
+def test_density_one_gives_the_dense_mean(variant: Any, world_size: int) -> None:
+    algorithm, options = variant
+    case = Case("layers", 900, 1.0, steps=2)
+    ranks = run_world(world_size, lambda t: observe(t, t.rank, algorithm, case, **options))
+    if algorithm == "gaussiank":  # its threshold aims at k, and may miss it by a third
+        return check_all(ranks, _cost_name(algorithm, options))
+    for step in range(case.steps):
+        dense = sum(gradient(case.kind, case.numel, rank, step).double() for rank in range(world_size)) / world_size
+        torch.testing.assert_close(ranks[0][step].mean.double(), dense, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("variant", VARIANTS, ids=_name)
+def test_save_load_continue_equals_continue(variant: Any, wire: str) -> None:
+    algorithm, options = variant
+
+    def straight(transport: Any) -> Any:
+        with Reducer(algorithm, 0.05, group=transport, wire=wire, warmup_steps=1, **options) as reducer:
+            means = [_step(reducer, transport.rank, step) for step in range(6)]
+            return means[3:], reducer.residuals()
+
+    def interrupted(transport: Any) -> Any:
+        with Reducer(algorithm, 0.05, group=transport, wire=wire, warmup_steps=1, **options) as first:
+            for step in range(3):
+                _step(first, transport.rank, step)
+            state = first.state_dict()
+        with Reducer(algorithm, 0.05, group=transport, wire=wire, warmup_steps=1, **options) as second:
+            second.load_state_dict(state)
+            return [_step(second, transport.rank, step) for step in range(3, 6)], second.residuals()
+
+    for (means, owed), (means_again, owed_again) in zip(run_world(3, straight), run_world(3, interrupted), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(means, means_again, strict=True))
+        assert owed.keys() == owed_again.keys() and all(torch.equal(owed[name], owed_again[name]) for name in owed)
+
+
+def _step(reducer: Reducer, rank: int, step: int) -> torch.Tensor:
+    return reducer.reduce("w", gradient("layers", 4000, rank, step))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_nonfinite_gradient_is_known_to_all_and_leaves_residuals_alone(algorithm: str, bad: float) -> None:
+    def work(transport: Any) -> None:
+        with Reducer(algorithm, 0.05, group=transport) as reducer:
+            _step(reducer, transport.rank, 0)
+            before = reducer.residuals()
+            grad = gradient("normal", 4000, transport.rank, 1)
+            if transport.rank == 1:
+                grad[17] = bad
+            with pytest.raises(NonFiniteError, match="rank 1"):
+                reducer.reduce("w", grad)
+            after = reducer.residuals()
+            assert all(torch.equal(before[name], after[name]) for name in before)
+            assert torch.isfinite(_step(reducer, transport.rank, 1)).all()  # and the reducer goes on
+
+    run_world(3, work)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_skip_returns_a_nonfinite_gradient_on_every_rank(algorithm: str) -> None:
+    def work(transport: Any) -> None:
+        with Reducer(algorithm, 0.05, group=transport, on_nonfinite="skip") as reducer:
+            _step(reducer, transport.rank, 0)
+            before = reducer.residuals()
+            grad = torch.full((4000,), float("inf")) if transport.rank == 0 else torch.ones(4000)
+            assert not torch.isfinite(reducer.reduce("w", grad)).any()
+            assert reducer.last_step.skipped
+            after = reducer.residuals()
+            assert all(torch.equal(before[name], after[name]) for name in before)
+            assert torch.isfinite(_step(reducer, transport.rank, 1)).all()
+
+    run_world(2, work)
