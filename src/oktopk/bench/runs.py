@@ -1,0 +1,87 @@
+"""Results on disk: JSON lines, the first of which says what was measured, where and how."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from oktopk.bench.cluster import Place
+from oktopk.errors import DataError
+
+
+@dataclass(frozen=True)
+class Header:
+    """What every number of a run must be read with."""
+
+    kind: str  # step, allreduce, scaling, overlap
+    command: str
+    world_size: int
+    hosts: int
+    per_host: int
+    network: str
+    bits_per_second: float | None
+    latency: float
+    emulated: bool
+    notes: tuple[str, ...]
+    machine: Mapping[str, Any]  # processor, cores, memory, kernel, versions
+    costs: Mapping[str, Any]  # what the planner needs of this machine, measured with the run; empty if it was not
+
+
+def header(kind: str, command: str, place: Place, costs: Mapping[str, Any] | None = None) -> Header:
+    network = place.network
+    return Header(
+        kind, command, place.world_size, place.hosts, place.per_host, network.label, network.bits_per_second,
+        network.latency, place.emulated, (*place.notes, *_oversubscribed(place)), describe_machine(), costs or {},
+    )  # fmt: skip
+
+
+def write_run(path: Path, header: Header, rows: Iterable[Any]) -> None:
+    """Replace the file by this run."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(asdict(header), allow_nan=False)]
+    lines += [json.dumps(asdict(row), allow_nan=False) for row in rows]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def read_run(path: Path) -> tuple[Header, list[dict[str, Any]]]:
+    """The header and the rows of a run."""
+    if not path.is_file():
+        raise DataError(f"there is no benchmark run {path}: write one with `oktopk bench step --json {path}`.")
+    try:
+        first, *rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        return Header(**{**first, "notes": tuple(first["notes"])}), rows
+    except (ValueError, TypeError, KeyError) as error:
+        raise DataError(f"{path} is not a benchmark run ({error}): write one with `oktopk bench step`.") from error
+
+
+def describe_machine() -> dict[str, Any]:
+    """Processor, memory, kernel and versions."""
+    return {
+        "processor": _processor(),
+        "cores": os.cpu_count() or 1,
+        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9),
+        "kernel": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _oversubscribed(place: Place) -> tuple[str, ...]:
+    cores = os.cpu_count() or 1
+    if place.world_size <= cores:
+        return ()
+    return (f"{place.world_size} ranks share {cores} cores: times are oversubscribed, volumes and rounds are exact",)
