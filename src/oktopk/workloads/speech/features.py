@@ -47,8 +47,8 @@ class Spectrogram:
 class LogMel:
     """Logarithm of mel bands, several frames side by side: fewer and richer steps for a small network."""
 
-    stack: int = 3  # frames per step; more = faster, less time resolution
-    bands: int = 64
+    stack: int = 4  # frames per step; more = faster, less time resolution
+    bands: int = 40
 
     @property
     def size(self) -> int:

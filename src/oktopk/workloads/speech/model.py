@@ -48,7 +48,7 @@ class PaperNet(nn.Module):
 class SmallNet(nn.Module):
     """Bidirectional LSTM layers over stacked log-mel frames."""
 
-    def __init__(self, inputs: int = 192, hidden: int = 160, layers: int = 2, dropout: float = 0.1) -> None:
+    def __init__(self, inputs: int = 160, hidden: int = 160, layers: int = 2, dropout: float = 0.1) -> None:
         super().__init__()
         sizes = [inputs, *[2 * hidden] * (layers - 1)]
         self.norms = nn.ModuleList(nn.LayerNorm(size) for size in sizes)

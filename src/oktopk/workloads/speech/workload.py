@@ -36,7 +36,7 @@ class Preset:
     recipe: Recipe
 
 
-_SMALL_FRONT = LogMel(stack=3, bands=40)
+_SMALL_FRONT = LogMel(stack=4, bands=40)
 
 PRESETS: dict[str, Preset] = {
     "small": Preset(
@@ -46,13 +46,13 @@ PRESETS: dict[str, Preset] = {
         augment=Augment(mask_bands=1, mask_spans=1),
         recipe=Recipe(
             optimizer="adamw",
-            lr=4e-3,
-            batch_size=8,
-            epochs=20,
-            lr_warmup_epochs=1.0,
+            lr=3e-3,
+            batch_size=4,
+            epochs=10,
+            lr_warmup_epochs=0.5,
             lr_linear_decay=True,
             density=0.02,
-            warmup_steps=60,
+            warmup_steps=100,
         ),
     ),
     "lstman4": Preset(
