@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -149,7 +149,7 @@ def _passages(
 
 
 def _trained(files: TextFiles, size: int) -> Pieces:
-    return train_vocabulary((sentence for document in _documents_of(files, "train") for sentence in document), size)
+    return train_vocabulary(lambda: chain.from_iterable(_documents_of(files, "train")), size)
 
 
 def _documents_of(files: TextFiles, part: str) -> Iterator[list[str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -52,13 +52,26 @@ def read_vocabulary(path: Path) -> Pieces:
     return Pieces(pieces)
 
 
-def train_vocabulary(sentences: Iterable[str], size: int) -> Pieces:
-    """A vocabulary of at most `size` pieces that fits the sentences."""
+def train_vocabulary(sentences: Callable[[], Iterable[str]], size: int) -> Pieces:
+    """A vocabulary of at most `size` pieces that fits the sentences, read twice: the same for the same text."""
     tokenizer = _tokenizer({"[UNK]": 0})
-    trainer = WordPieceTrainer(vocab_size=size, special_tokens=list(SPECIAL), min_frequency=2, show_progress=False)
-    tokenizer.train_from_iterator(sentences, trainer)
-    numbers = tokenizer.get_vocab()
+    trainer = WordPieceTrainer(
+        vocab_size=size,
+        # Naming the inner characters fixes their numbers, which decide ties: the trainer would find them in any order.
+        special_tokens=[*SPECIAL, *_inner_characters(tokenizer, sentences())],
+        min_frequency=2,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(sentences(), trainer)
+    numbers = tokenizer.get_vocab(with_added_tokens=False)
     return Pieces(sorted(numbers, key=lambda piece: numbers[piece]))
+
+
+def _inner_characters(tokenizer: Tokenizer, lines: Iterable[str]) -> list[str]:
+    characters: set[str] = set()
+    for line in lines:
+        characters.update(tokenizer.normalizer.normalize_str(line))
+    return [f"##{character}" for character in sorted(characters) if not character.isspace()]
 
 
 def _tokenizer(numbers: dict[str, int]) -> Tokenizer:
@@ -66,7 +79,8 @@ def _tokenizer(numbers: dict[str, int]) -> Tokenizer:
     tokenizer.normalizer = BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = BertPreTokenizer()
     tokenizer.decoder = WordPieceDecoder()
-    tokenizer.add_special_tokens([piece for piece in SPECIAL if piece in numbers])
+    if set(SPECIAL) <= set(numbers):
+        tokenizer.add_special_tokens(list(SPECIAL))
     return tokenizer
 
 

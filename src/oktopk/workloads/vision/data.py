@@ -60,7 +60,7 @@ class Images:
 def load_images(data: str, size: int, resize: bool, verify: bool) -> Images:
     """The set named by 'shapes' or a path. `resize`: stream images of any size from a folder, scaled to `size`."""
     if data == EMBEDDED:
-        return _in_memory("shapes", _cached_arrays("shapes", (2, TRAIN_SHAPES, VALID_SHAPES), _draw_shapes))
+        return _in_memory("shapes", _cached_arrays("shapes", (3, TRAIN_SHAPES, VALID_SHAPES), _draw_shapes))
     path = Path(data).expanduser()
     layout = find_layout(path)
     if layout == "CIFAR-10":
@@ -156,17 +156,16 @@ def fit(pixels: Pixels, size: int, channels: int) -> Pixels:
         pixels = pixels.mean(3, keepdims=True).astype(np.uint8)
     if channels == 3 and pixels.shape[3] == 1:
         pixels = np.repeat(pixels, 3, axis=3)
-    border = (size - pixels.shape[1]) // 2
-    if border == 0:
-        return pixels
-    if 0 < border <= 4:
-        return np.pad(pixels, ((0, 0), (border, border), (border, border), (0, 0)))
-    if -4 <= border < 0:
-        return pixels[:, -border:border, -border:border]
-    if size % pixels.shape[1] == 0:
-        return pixels.repeat(size // pixels.shape[1], axis=1).repeat(size // pixels.shape[1], axis=2)
+    height, width = pixels.shape[1:3]
+    border, odd = divmod(size - height, 2)
+    if height == width and not odd and -4 <= border <= 4:
+        frame = max(0, border)
+        padded = np.pad(pixels, ((0, 0), (frame, frame), (frame, frame), (0, 0))) if frame else pixels
+        return padded[:, -border:border, -border:border] if border < 0 else padded
+    if height == width and size % height == 0:
+        return pixels.repeat(size // height, axis=1).repeat(size // height, axis=2)
     raise DataError(
-        f"images of {pixels.shape[1]}x{pixels.shape[2]} cannot be fitted to the {size}x{size} of this preset: choose "
+        f"images of {width}x{height} cannot be fitted to the {size}x{size} of this preset: choose "
         "another preset, or give an image folder with `resize`."
     )
 

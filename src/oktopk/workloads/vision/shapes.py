@@ -33,17 +33,17 @@ def _draw_chunk(labels: NDArray[np.int64], rng: np.random.Generator) -> NDArray[
     for label, inside in enumerate(_INSIDE):
         chosen = labels == label
         mask[chosen] = inside(u[chosen], v[chosen])
-    _paint_(image, mask, _contrasting(image, mask, rng))
+    _paint_(image, mask, _colours(count, rng, low=130))
     _paint_(image, _debris(count, rng), _colours(count, rng))
-    image += rng.normal(0.0, 12.0, image.shape).astype(np.float32)
+    image += 12 * rng.standard_normal(image.shape, dtype=np.float32)
     return np.clip(image, 0, 255).astype(np.uint8)
 
 
 def _background(count: int, rng: np.random.Generator) -> Array:
-    """A slope from one colour to another, with soft blotches."""
+    """A slope from one dark colour to another, with soft blotches."""
     u, v = _coordinates(count, rng, scale=(20.0, 30.0), shift=0.0)
     slope = (u[..., None] + 1) / 2
-    first, second = _colours(count, rng), _colours(count, rng)
+    first, second = _colours(count, rng, high=130), _colours(count, rng, high=130)
     blotches = np.sin(3 * u + rng.uniform(0, 6, (count, 1, 1))) * np.sin(4 * v + rng.uniform(0, 6, (count, 1, 1)))
     image = first[:, None, None] * (1 - slope) + second[:, None, None] * slope + 20 * blotches[..., None]
     return np.asarray(image, dtype=np.float32)
@@ -74,18 +74,8 @@ def _debris(count: int, rng: np.random.Generator) -> NDArray[np.bool_]:
     return np.where(rng.random((count, 1, 1)) < 0.5, line, blot)
 
 
-def _colours(count: int, rng: np.random.Generator) -> Array:
-    return rng.uniform(20, 235, (count, 3)).astype(np.float32)
-
-
-def _contrasting(image: Array, mask: NDArray[np.bool_], rng: np.random.Generator) -> Array:
-    """A colour at least 70 levels away, in some channel, from what it will cover."""
-    area = mask.sum((1, 2), keepdims=True).clip(1)[..., 0]
-    covered = (image * mask[..., None]).sum((1, 2)) / area
-    colour = _colours(len(image), rng)
-    gap = np.abs(colour - covered).max(1, keepdims=True)
-    pushed = np.where(covered < 128, covered + 90, covered - 90)
-    return np.where(gap < 70, pushed, colour).astype(np.float32)
+def _colours(count: int, rng: np.random.Generator, low: float = 20, high: float = 235) -> Array:
+    return rng.uniform(low, high, (count, 3)).astype(np.float32)
 
 
 def _paint_(image: Array, mask: NDArray[np.bool_], colours: Array) -> None:
