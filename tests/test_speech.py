@@ -187,11 +187,17 @@ def test_an4_on_8_workers_with_batch_8_has_14_batches() -> None:
 def test_batches_hold_similar_lengths_and_epochs_differ() -> None:
     lengths = torch.randint(10_000, 100_000, (400,), generator=torch.Generator().manual_seed(0)).tolist()
     sampler = LengthSampler(lengths, 8, seed=0)
-    batches = sampler.batches(0, 0, 2)
+    batches = sampler.batches(2, 0, 2)
     waste = [max(lengths[i] for i in b) / (sum(lengths[i] for i in b) / len(b)) for b in batches]
     assert sum(waste) / len(waste) < 1.2  # random batches of 8 would need 1.6
-    assert batches != sampler.batches(1, 0, 2) and batches == sampler.batches(0, 0, 2)
-    assert batches != LengthSampler(lengths, 8, seed=1).batches(0, 0, 2)
+    assert batches != sampler.batches(1, 0, 2) and batches == sampler.batches(2, 0, 2)
+    assert batches != LengthSampler(lengths, 8, seed=1).batches(2, 0, 2)
+
+
+def test_the_first_epoch_goes_from_short_to_long() -> None:
+    lengths = torch.randint(10_000, 100_000, (400,), generator=torch.Generator().manual_seed(0)).tolist()
+    means = [sum(lengths[i] for i in chosen) / 8 for chosen in LengthSampler(lengths, 8, seed=0).batches(0, 1, 2)]
+    assert all(b > 0.9 * a for a, b in itertools.pairwise(means)) and means[-1] > 5 * means[0]
 
 
 def test_fewer_utterances_than_ranks_is_refused() -> None:

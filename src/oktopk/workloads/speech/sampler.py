@@ -27,14 +27,16 @@ class LengthSampler:
     def batches(self, epoch: int, rank: int, world_size: int) -> list[list[int]]:
         """This rank's batches. Those of equal number on other ranks have nearly the same lengths.
 
-        Utterances that do not fill a last batch sit the epoch out; each epoch draws others.
+        Epoch 0 goes from short to long, which gets CTC off the ground; the others are shuffled. Utterances that do not
+        fill a last batch sit the epoch out; each epoch draws others.
         """
         rng = np.random.default_rng([self.seed, epoch])
         size, steps = world_size * self._batch(world_size), self.steps(world_size)
         chosen = rng.permutation(len(self.lengths))[: steps * size]
         lengths = np.asarray(self.lengths)[chosen] * rng.uniform(1 - JITTER, 1 + JITTER, len(chosen))
         groups = chosen[np.argsort(lengths, kind="stable")].reshape(steps, size)
-        return [group[rank::world_size].tolist() for group in groups[rng.permutation(steps)]]
+        order = np.arange(steps) if epoch == 0 else rng.permutation(steps)
+        return [group[rank::world_size].tolist() for group in groups[order]]
 
     def _batch(self, world_size: int) -> int:
         if len(self.lengths) < world_size:
