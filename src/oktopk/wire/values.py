@@ -1,0 +1,135 @@
+"""How values become bytes: five codecs, in plain torch, so that they run on any device.
+
+`encode` also returns the values as `decode` will make them: what rounding takes away stays with the sender.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from oktopk.errors import WireError
+
+FLOAT32, FLOAT64, FLOAT16, BFLOAT16, INT8 = range(5)
+NAMES = {"float32": FLOAT32, "float16": FLOAT16, "bfloat16": BFLOAT16, "int8": INT8}
+WIDE = 0x80  # added to the codec of rounded float64 values: they come back as float64
+BLOCK = 256  # values of int8 that share a scale
+
+_BYTES = {FLOAT32: 4, FLOAT64: 8, FLOAT16: 2, BFLOAT16: 2, INT8: 1}
+_EXPONENTS = {False: 163, True: 1088}  # largest size of a float16 scale's exponent: subnormal values have it
+_HALF_EXPONENT = 14  # the largest float16 of a message lies in [2**14, 2**15): room above for rounding, 2**29 below
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Values ready to send."""
+
+    codec: int
+    parameter: int
+    data: Tensor  # uint8
+    seen: Tensor  # float32 or float64: what decode returns
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How int8 rounds."""
+
+    stochastic: bool  # up or down by chance, so that the mean is right; else to nearest
+    seed: int
+
+
+def encode(values: Tensor, codec: int, rounding: Rounding) -> Encoded:
+    """Values of any floating dtype as bytes. float64 under FLOAT32 travels as FLOAT64: that codec loses nothing."""
+    exact = values if values.dtype == torch.float64 else values.float()
+    if codec == FLOAT32 and exact.dtype == torch.float64:
+        codec = FLOAT64
+    wide = WIDE if exact.dtype == torch.float64 and codec != FLOAT64 else 0
+    parameter, data = _to_bytes(exact, codec, rounding)
+    return Encoded(codec | wide, parameter, data, decode(data, codec | wide, parameter, exact.numel()))
+
+
+def decode(data: Tensor, codec: int, parameter: int, nnz: int) -> Tensor:
+    """The values in `data`, which has exactly `nbytes(codec, nnz)` bytes."""
+    dtype = torch.float64 if codec & WIDE or codec == FLOAT64 else torch.float32
+    kind = codec & ~WIDE
+    if kind == INT8:
+        return _from_int8(data, nnz, dtype)
+    if kind == FLOAT16:
+        return _scaled(_typed(data, torch.float16).to(dtype), parameter)
+    return _typed(data, torch.bfloat16 if kind == BFLOAT16 else dtype).to(dtype)
+
+
+def check(codec: int, parameter: int) -> None:
+    """Refuse what no sender writes."""
+    kind, wide = codec & ~WIDE, codec & WIDE
+    if kind not in _BYTES or (wide and kind in (FLOAT32, FLOAT64)):
+        raise WireError(f"unknown value codec {codec}: expected one of {sorted(_BYTES)}, or a rounding one + {WIDE}.")
+    if abs(parameter) > (_EXPONENTS[bool(wide)] if kind == FLOAT16 else 0):
+        raise WireError(f"value parameter {parameter} is out of range for value codec {codec}.")
+
+
+def nbytes(codec: int, nnz: int) -> int:
+    """Bytes that nnz values take."""
+    kind = codec & ~WIDE
+    return _BYTES[kind] * nnz + (4 * -(-nnz // BLOCK) if kind == INT8 else 0)
+
+
+def _to_bytes(values: Tensor, codec: int, rounding: Rounding) -> tuple[int, Tensor]:
+    if codec == INT8:
+        return 0, _to_int8(values, rounding)
+    if codec == FLOAT16:
+        # Just below the limit of the dtype values would come back as infinity.
+        limit = torch.finfo(values.dtype).max * (1 - 2**-11)
+        values, exponent = values.clamp(-limit, limit), _exponent(values)
+        return exponent, _scaled(values, -exponent).half().view(torch.uint8)
+    if codec == BFLOAT16:
+        limit = torch.finfo(torch.bfloat16).max
+        return 0, values.clamp(-limit, limit).to(torch.bfloat16).view(torch.uint8)
+    return 0, values.contiguous().view(torch.uint8)
+
+
+def _exponent(values: Tensor) -> int:
+    largest = float(values.abs().max()) if values.numel() else 0.0
+    return math.frexp(largest)[1] - 1 - _HALF_EXPONENT if largest else 0
+
+
+def _scaled(values: Tensor, exponent: int) -> Tensor:
+    """values * 2**exponent; the exponent may exceed that of the dtype."""
+    if exponent == 0:
+        return values
+    half = exponent // 2
+    return values * 2.0**half * 2.0 ** (exponent - half)
+
+
+def _to_int8(values: Tensor, rounding: Rounding) -> Tensor:
+    blocks = torch.nn.functional.pad(values, (0, -values.numel() % BLOCK)).view(-1, BLOCK)
+    limit = torch.finfo(torch.float32).max / 128  # so that no product with a code overflows
+    scales = (blocks.abs().amax(1) / 127).clamp(max=limit).float()
+    exact = blocks / torch.where(scales > 0, scales, 1.0)[:, None].to(blocks.dtype)
+    codes = (exact + _dither(values, rounding)).floor() if rounding.stochastic else exact.round()
+    data = codes.clamp(-127, 127).to(torch.int8).view(-1)[: values.numel()]
+    return torch.cat([scales.view(torch.uint8), data.view(torch.uint8)])
+
+
+def _from_int8(data: Tensor, nnz: int, dtype: torch.dtype) -> Tensor:
+    head = 4 * -(-nnz // BLOCK)
+    scales = _typed(data[:head], torch.float32).to(dtype)
+    codes = data[head:].view(torch.int8).to(dtype)
+    return codes * scales.repeat_interleave(BLOCK)[:nnz]
+
+
+def _dither(values: Tensor, rounding: Rounding) -> Tensor:
+    """Uniform in [0, 1), told by seed, place and value: a resumed run rounds as an uninterrupted one."""
+    bits = values.double().view(torch.int64) + torch.arange(values.numel(), device=values.device) * 0x2545F4914F6CDD1D
+    mixed = (bits ^ rounding.seed) * -0x61C8864680B583EB
+    mixed = (mixed ^ ((mixed >> 29) & 0x7FFFFFFFF)) * -0x40A7B892E31B1A47
+    uniform = ((mixed >> 40) & 0xFFFFFF).to(values.dtype) / 2**24
+    return torch.nn.functional.pad(uniform, (0, -values.numel() % BLOCK)).view(-1, BLOCK)
+
+
+def _typed(data: Tensor, dtype: torch.dtype) -> Tensor:
+    # A copy, because bytes inside a message need not be aligned.
+    return data.clone().view(dtype)
