@@ -34,6 +34,14 @@ def table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
     return built
 
 
+def facts(values: Mapping[str, Any]) -> Table:
+    """Names and values, one pair per line."""
+    built = Table(show_header=False, box=None, pad_edge=False)
+    for name, value in values.items():
+        built.add_row(name, cell(value))
+    return built
+
+
 def cell(value: Any) -> str:
     """A value as a person writes it."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -91,13 +91,10 @@ class LineObserver(QuietObserver):
         return (self.start.epochs * self.start.steps_per_epoch - self.done) / max(1e-9, self.rate())
 
     def _announce_phase(self, step: Step) -> None:
-        if self.phase == "dense" or (step.reduce.phase == "dense" and self.start.warmup_steps):
-            density = f"{step.reduce.k / max(1, step.reduce.numel):.3g}"
-            self.say(
-                f"sparse from step {step.step - 1} on: density {density}"
-                if step.reduce.phase == "sparse"
-                else f"dense warm-up until step {self.start.warmup_steps}"
-            )
+        if step.reduce.phase == "sparse":
+            self.say(f"sparse from step {step.step - 1} on: density {step.reduce.k / step.reduce.numel:.3g}")
+        elif self.start.density is not None:
+            self.say(f"dense warm-up until step {self.start.warmup_steps}")
         self.phase = step.reduce.phase
 
 
@@ -146,10 +143,13 @@ class BarObserver(LineObserver):
 def beginning(start: Start) -> str:
     workers = f"{start.world_size} worker{'s' if start.world_size > 1 else ''}"
     resumed = f", resumed at step {start.step}" if start.step else ""
-    return (
-        f"{start.workload} {start.preset}, {start.parameters:,} parameters | {start.algorithm} density {start.density:g}"
-        f" after {start.warmup_steps} dense steps | {workers}, {start.epochs} epochs x {start.steps_per_epoch} steps"
-        f"{resumed} | {start.run}"
+    return " | ".join(
+        [
+            f"{start.workload} {start.preset}, {start.parameters:,} parameters",
+            start.algorithm if start.density is None else _sparse_plan(start),
+            f"{workers}, {start.epochs} epochs x {start.steps_per_epoch} steps{resumed}",
+            str(start.run),
+        ]
     )
 
 
@@ -204,6 +204,10 @@ def ending(summary: Summary) -> str:
         f"; continue with oktopk train --resume {summary.run}" if (summary.stopped_by or "").startswith("SIG") else ""
     )
     return f"{how} {summary.steps} steps in {duration_text(summary.wall_seconds)}: {summary.run}{resume}"
+
+
+def _sparse_plan(start: Start) -> str:
+    return f"{start.algorithm} at density {start.density:g} after {start.warmup_steps} dense steps"
 
 
 def _sent(count: float | None) -> str:

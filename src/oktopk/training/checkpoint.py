@@ -176,13 +176,13 @@ def load_file(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is damaged ({_reason(error)}). {_others(path.parent)}") from None
 
 
-def require_model(saved: Saved, path: Path, state: Mapping[str, torch.Tensor]) -> None:
+def require_model(meta: Mapping[str, Any], saved: Mapping[str, Any], path: Path, state: Mapping[str, Any]) -> None:
     """A checkpoint of another model is refused before anything is loaded from it."""
-    theirs = {name: tuple(tensor.shape) for name, tensor in saved.shared["model"].items()}
+    theirs = {name: tuple(tensor.shape) for name, tensor in saved.items()}
     ours = {name: tuple(tensor.shape) for name, tensor in state.items()}
     wrong = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
     if wrong:
-        made = f"{saved.meta.get('workload')}, preset {saved.meta.get('preset')}"
+        made = f"{meta.get('workload')}, preset {meta.get('preset')}"
         raise CheckpointError(
             f"{path} is a checkpoint of another model ({made}): {len(wrong)} of {len(ours)} tensors differ, first "
             f"{wrong[0]!r}, {theirs.get(wrong[0], 'absent')} there and {ours.get(wrong[0], 'absent')} here. "

@@ -20,7 +20,7 @@ class Start:
     preset: str
     parameters: int
     algorithm: str
-    density: float
+    density: float | None  # None: everything is sent
     warmup_steps: int
     world_size: int
     epochs: int

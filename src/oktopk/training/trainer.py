@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from oktopk.algorithms import ALGORITHMS
+from oktopk.config import DenseConfig
 from oktopk.errors import DataError
 from oktopk.reducer import Reducer
 from oktopk.training.analysis import Analyzer
@@ -290,11 +292,15 @@ class Trainer:
     def _start_event(self) -> Start:
         return Start(
             run=self.directory.path, workload=self.workload.name, preset=self.workload.preset,
-            parameters=self._parameters(), algorithm=self.config.algorithm, density=self.recipe.density,
+            parameters=self._parameters(), algorithm=self.config.algorithm, density=self._density(),
             warmup_steps=self.recipe.warmup_steps, world_size=self.world.world_size, epochs=self.recipe.epochs,
             steps_per_epoch=self.steps_per_epoch, step=self.at.step, epoch=self.at.epoch,
             metric=self.workload.metric.name, notices=tuple(self.workload.notices),
         )  # fmt: skip
+
+    def _density(self) -> float | None:
+        """What is wanted of sparse steps, if there will be any."""
+        return None if ALGORITHMS[self.config.algorithm][0] is DenseConfig else self.recipe.density
 
     def _parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.model.parameters())
@@ -314,7 +320,7 @@ class Trainer:
         """Continue exactly where a checkpoint was written."""
         path = self.world.together(lambda: find_checkpoint(resume))
         saved = self.world.together(lambda: self.checkpoints.load(path))
-        self.world.together(lambda: require_model(saved, path, self.model.state_dict()))
+        self.world.together(lambda: require_model(saved.meta, saved.shared["model"], path, self.model.state_dict()))
         self.model.load_state_dict(dict(saved.shared["model"]))
         for name, buffer in self.model.named_buffers():
             buffer.copy_(saved.mine["buffers"][name])
@@ -328,7 +334,7 @@ class Trainer:
         steps, sparse_steps = self.recorder.counts
         if steps == 0:
             return "No step was made: there is nothing to report but the configuration."
-        if sparse_steps == 0 and 0 < steps <= self.recipe.warmup_steps:
+        if self._density() is not None and sparse_steps == 0 and steps <= self.recipe.warmup_steps:
             return (
                 f"All {steps} steps were inside the dense warm-up of {self.recipe.warmup_steps} steps: nothing was "
                 f"sparsified. Train longer (--epochs) or lower --warmup-steps to see {self.config.algorithm} at work."

@@ -1,0 +1,49 @@
+"""`oktopk evaluate`: a checkpoint on the validation set of its run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+from oktopk.cli.console import console, table, world_rank
+from oktopk.training.checkpoint import find_checkpoint
+from oktopk.training.evaluation import evaluate
+from oktopk.training.launch import launch_workers, settle_in
+from oktopk.training.place import find_place
+from oktopk.training.trainer import resumed_config
+from oktopk.training.world import joined_world
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """Score a checkpoint of a run on its validation set.
+
+    Example:
+        oktopk evaluate runs/demo
+        oktopk evaluate runs/demo --checkpoint last --workers 2
+    """
+
+    run: tyro.conf.Positional[Path]  # run directory, or one checkpoint
+    checkpoint: Literal["best", "last"] = "best"  # which one of the run
+    data: str | None = None  # another corpus; None: that of the run
+    workers: int = 1  # processes to share the work
+
+    def __call__(self) -> int:
+        if find_place() is None and self.workers > 1:
+            return launch_workers(self.workers, ["oktopk.cli", "evaluate", *self._arguments()])
+        settle_in(find_place())
+        path = find_checkpoint(self.run, self.checkpoint)
+        with joined_world() as world:
+            config = resumed_config(self.run)
+            numbers = evaluate(replace(config, resume=None, data=self.data or config.data), path, world)
+        if world_rank() == 0:
+            console().print(str(path), markup=False, soft_wrap=True)
+            console().print(table("validation", [numbers]) if numbers else "There is nothing to validate on.")
+        return 0
+
+    def _arguments(self) -> list[str]:
+        data = ["--data", self.data] if self.data else []
+        return [str(self.run), "--checkpoint", self.checkpoint, *data]

@@ -1,0 +1,42 @@
+"""`python -m oktopk.training.self_test`: two processes reduce a gradient and check every entry of it."""
+
+from __future__ import annotations
+
+import sys
+from time import perf_counter
+
+import torch
+
+from oktopk.reducer import Reducer
+from oktopk.training.launch import launch_workers
+from oktopk.training.place import find_place
+from oktopk.training.world import World, joined_world
+
+_ENTRIES, _DENSITY = 10_000, 0.01
+_TOLERANCE = 1e-5  # float32 rounding of a few additions of numbers near 1
+
+
+def main() -> int:
+    """Start two workers, or be one of them."""
+    if find_place() is None:
+        return launch_workers(2, ["oktopk.training.self_test"])
+    with joined_world() as world, Reducer("oktopk", _DENSITY) as reducer:
+        begin = perf_counter()
+        error = _largest_error(world, reducer)
+        if world.is_first:
+            sys.stdout.write(f"{'correct' if error < _TOLERANCE else f'wrong by {error:.2g}'}, ")
+            sys.stdout.write(f"{1000 * (perf_counter() - begin):.0f} ms\n")
+    return int(error >= _TOLERANCE)
+
+
+def _largest_error(world: World, reducer: Reducer) -> float:
+    """Over all ranks, what went in must be what came out plus what is owed."""
+    gradient = torch.randn(_ENTRIES, generator=torch.Generator().manual_seed(world.rank))
+    mean = reducer.reduce("gradient", gradient).double()
+    went_in = torch.tensor(world.total(gradient.tolist()))
+    owed = torch.tensor(world.total(reducer.residuals()["gradient"].tolist()))
+    return float((went_in - world.world_size * mean - owed).abs().max())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
