@@ -15,7 +15,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
-SEEN_BY_BLOCKS = ("configs", "examples", "docs", "src", "tests", "README.md", "pyproject.toml")
+SEEN_BY_BLOCKS = (
+    "configs", "examples", "docs", "src", "tests", "README.md", "LICENSE", "Makefile", "pyproject.toml",
+    "constraints.txt",
+)  # fmt: skip
 RUN_LANGUAGES = ("bash", "console", "python")
 FENCE = re.compile(r"^(?P<indent> *)(?P<fence>```+|~~~+) *(?P<language>[\w-]*)(?P<attributes>.*)$")
 MARKER = re.compile(r"^\s*<!--\s*(?P<word>slow|continues|exit|not run)(?P<rest>[^>]*?)\s*-->\s*$")
@@ -135,6 +138,7 @@ def run_all(blocks: list[Block], directory: Path) -> None:
     for name in SEEN_BY_BLOCKS:
         if (ROOT / name).exists():
             (directory / name).symlink_to(ROOT / name)
+    (directory / ".venv").symlink_to(sys.prefix)  # `make setup` finds that everything is there
     before = ""  # the python blocks that the next one may continue
     for number, block in enumerate(blocks):
         if block.language == "python":
