@@ -18,6 +18,7 @@ from oktopk.workloads.bert.model import Bert
 from oktopk.workloads.bert.tokenizer import SPECIAL, Pieces, read_vocabulary, train_vocabulary
 from oktopk.workloads.bert.workload import PRESETS, BertConfig, BertWorkload
 
+torch.set_num_threads(1)  # tests run side by side: more threads than cores only wait for each other
 LENGTH = 32
 
 
@@ -41,7 +42,7 @@ def text(tmp_path):
 
 @pytest.fixture
 def corpus(text):
-    folder, pieces, _ = load_corpus(str(text), None, 400)
+    folder, pieces = load_corpus(str(text), None, 400)
     return Corpus(folder, "train", LENGTH), pieces
 
 
@@ -214,6 +215,14 @@ def test_bad_text_names_file_and_remedy(tmp_path):
         load_corpus(str(short), None, 100)
     with pytest.raises(DataError, match=r"gone.txt is no file"):
         load_corpus(str(short), str(tmp_path / "gone.txt"), 100)
+
+
+def test_single_sentences_among_others_are_left_out_and_counted(tmp_path):
+    path = tmp_path / "mixed.txt"
+    path.write_text("one alone .\n\ntwo here .\nand there .\n\n" * 30)
+    one = tiny(path)
+    assert one.train.skipped + one.valid.skipped == 30
+    assert one.notices == ("30 documents of one sentence make no pair and are left out.",)
 
 
 def test_long_sentences_and_long_documents_still_make_pairs(tmp_path):

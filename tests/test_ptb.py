@@ -13,6 +13,8 @@ from oktopk.workloads.ptb.data import EOS, UNKNOWN, columns, load_words, windows
 from oktopk.workloads.ptb.model import WordLSTM
 from oktopk.workloads.ptb.workload import PRESETS, PtbConfig, PtbWorkload
 
+torch.set_num_threads(1)  # tests run side by side: more threads than cores only wait for each other
+
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):

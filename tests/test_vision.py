@@ -13,6 +13,8 @@ from oktopk.workloads.vision.data import ArrayImages, Images, augment, fit
 from oktopk.workloads.vision.model import build
 from oktopk.workloads.vision.workload import PRESETS, VisionConfig, VisionWorkload
 
+torch.set_num_threads(1)  # tests run side by side: more threads than cores only wait for each other
+
 COUNTS = {  # preset: (classes, parameters), the published figures where there are some
     "vgg16": (10, 14_728_266),
     "vgg11": (10, 9_231_114),
@@ -95,10 +97,9 @@ def test_fit_pads_cuts_enlarges_and_changes_colour():
 
 
 def small(count: int = 64, seed: int = 0, batch_size: int = 4) -> VisionWorkload:
-    workload = VisionWorkload(VisionConfig(batch_size=batch_size), seed)
     train, valid = shapes.draw(count, 1), shapes.draw(37, 2)
-    workload.images = Images("shapes", ArrayImages(*train), ArrayImages(*valid), shapes.NAMES, 32, 3)
-    return workload
+    images = Images("shapes", ArrayImages(*train), ArrayImages(*valid), shapes.NAMES, 32, 3)
+    return VisionWorkload(VisionConfig(batch_size=batch_size), seed, images)
 
 
 def test_batches_do_not_depend_on_when_they_are_asked_for():

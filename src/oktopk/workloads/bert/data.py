@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import chain, islice
 from pathlib import Path
 
@@ -34,6 +34,9 @@ class Batch:
     labels: Tensor  # int64, [n, length]: the hidden piece, or IGNORED
     unrelated: Tensor  # int64, [n]: 1 when the second sentence comes from elsewhere
 
+    def to(self, device: torch.device) -> Batch:
+        return Batch(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+
 
 class Corpus:
     """Tokenised text on disk, mapped, and its cut into passages of about one pair each."""
@@ -42,11 +45,22 @@ class Corpus:
         self._tokens = np.load(folder / f"{part}.tokens.npy", mmap_mode="r")  # [pieces]
         self._starts = np.load(folder / f"{part}.sentences.npy")  # int64, [sentences + 1]
         self._documents = np.load(folder / f"{part}.documents.npy")  # int64, [documents + 1], in sentences
+        self.skipped = int(np.load(folder / f"{part}.skipped.npy"))  # documents of one sentence
         self._room = length - _SPECIAL_PER_PAIR
         self.first, self.last, self._document = _passages(self._starts, self._documents, self._room)
 
     def __len__(self) -> int:
         return len(self.first)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What there is, for people."""
+        return {
+            "documents": len(self._documents) - 1,
+            "sentences": len(self._starts) - 1,
+            "pieces": len(self._tokens),
+            "passages": len(self),
+        }
 
     def pair(self, number: int, rng: np.random.Generator) -> tuple[NDArray[np.int64], NDArray[np.int64], bool]:
         """Two stretches of text, and whether the second does not follow the first: true half of the time."""
@@ -74,11 +88,11 @@ class Corpus:
         return a[: len(a) - from_a], b[: len(b) - from_b]
 
 
-def load_corpus(data: str, vocabulary: str | None, size: int) -> tuple[Path, Pieces, TextFiles]:
+def load_corpus(data: str, vocabulary: str | None, size: int) -> tuple[Path, Pieces]:
     """The tokenised corpus folder and its pieces, from the cache after the first time."""
     files = find_text(data)
     given = None if vocabulary is None else Path(vocabulary).expanduser()
-    key = (2, *files.fingerprints(), size if given is None or not given.is_file() else fingerprint(given))
+    key = (3, *files.fingerprints(), size if given is None or not given.is_file() else fingerprint(given))
 
     def fill(into: Path) -> None:
         pieces = _trained(files, size) if given is None else read_vocabulary(given)
@@ -89,7 +103,7 @@ def load_corpus(data: str, vocabulary: str | None, size: int) -> tuple[Path, Pie
     if given is not None and not given.is_file():
         read_vocabulary(given)  # raises, before any work
     folder = cached_folder("bert", key, fill)
-    return folder, read_vocabulary(folder / "vocab.txt"), files
+    return folder, read_vocabulary(folder / "vocab.txt")
 
 
 def make_batch(
@@ -178,6 +192,7 @@ def _tokenise(texts: Iterable[list[str]], pieces: Pieces, into: Path, part: str,
                     counts.append(len(encoded))
     _require_pairs(len(counts), singles, part, source)
     _as_npy(into / f"{part}.tokens", dtype)
+    np.save(into / f"{part}.skipped.npy", singles)
     np.save(into / f"{part}.sentences.npy", np.cumsum([0, *lengths], dtype=np.int64))
     np.save(into / f"{part}.documents.npy", np.cumsum([0, *counts], dtype=np.int64))
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +16,6 @@ from oktopk.errors import ConfigError, nearest
 from oktopk.workloads.base import Metric, Recipe
 from oktopk.workloads.bert.data import IGNORED, Batch, Corpus, load_corpus, make_batch
 from oktopk.workloads.bert.model import Bert, Shape
-from oktopk.workloads.bert.tokenizer import Pieces
 from oktopk.workloads.order import evaluating, rank_batches, shard, steps_per_epoch
 from oktopk.workloads.text import EMBEDDED
 
@@ -82,23 +79,9 @@ class BertWorkload:
         self._seed = seed
         recipe = self._preset.recipe
         self.recipe = replace(recipe, batch_size=config.batch_size or recipe.batch_size)
-
-    @cached_property
-    def _loaded(self) -> tuple[Path, Pieces]:
-        folder, pieces, _ = load_corpus(self.config.data, self.config.vocabulary, self._preset.shape.vocabulary)
-        return folder, pieces
-
-    @cached_property
-    def train(self) -> Corpus:
-        return Corpus(self._loaded[0], "train", self._length)
-
-    @cached_property
-    def valid(self) -> Corpus:
-        return Corpus(self._loaded[0], "valid", self._length)
-
-    @property
-    def pieces(self) -> Pieces:
-        return self._loaded[1]
+        folder, self.pieces = load_corpus(config.data, config.vocabulary, self._preset.shape.vocabulary)
+        self.train, self.valid = (Corpus(folder, part, self._length) for part in ("train", "valid"))
+        self.notices = _notices(self.train.skipped + self.valid.skipped)
 
     def model(self) -> nn.Module:
         shape = self._preset.shape
@@ -114,6 +97,7 @@ class BertWorkload:
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Mean over hidden words plus mean over pairs, as in BERT."""
+        batch = batch.to(next(model.parameters()).device)
         wanted = batch.labels != IGNORED
         words, related = model(batch.pieces, batch.segments, batch.present, wanted)
         loss: Tensor = cross_entropy(words, batch.labels[wanted]) + cross_entropy(related, batch.unrelated)
@@ -145,7 +129,12 @@ class BertWorkload:
         """Nothing is carried from batch to batch."""
 
 
+def _notices(skipped: int) -> tuple[str, ...]:
+    return (f"{skipped} documents of one sentence make no pair and are left out.",) if skipped else ()
+
+
 def _add_(totals: dict[str, float], model: nn.Module, batch: Batch) -> None:
+    batch = batch.to(next(model.parameters()).device)
     wanted = batch.labels != IGNORED
     words, related = model(batch.pieces, batch.segments, batch.present, wanted)
     labels = batch.labels[wanted]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -81,11 +80,9 @@ class PtbWorkload:
         self._preset = PRESETS[config.preset]
         recipe = self._preset.recipe
         self.recipe = replace(recipe, batch_size=config.batch_size or recipe.batch_size)
+        self.notices: tuple[str, ...] = ()
+        self.words: Words = load_words(config.data, config.vocabulary or self._preset.vocabulary)
         self._hidden: Hidden | None = None
-
-    @cached_property
-    def words(self) -> Words:
-        return load_words(self.config.data, self.config.vocabulary or self._preset.vocabulary)
 
     def model(self) -> nn.Module:
         preset = self._preset
@@ -113,8 +110,9 @@ class PtbWorkload:
             yield batch
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        inputs, targets = batch
-        logits, hidden = model(inputs, self._carried(inputs.shape[1], inputs.device))
+        device = next(model.parameters()).device
+        inputs, targets = (part.to(device, non_blocking=True) for part in batch)
+        logits, hidden = model(inputs, self._carried(inputs.shape[1], device))
         self._hidden = (hidden[0].detach(), hidden[1].detach())
         loss: Tensor = cross_entropy(logits.flatten(0, 1), targets.flatten())
         return loss

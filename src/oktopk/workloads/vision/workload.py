@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -81,17 +80,15 @@ class VisionWorkload:
     name = "vision"
     metric = Metric("accuracy", lower_is_better=False)
 
-    def __init__(self, config: VisionConfig, seed: int) -> None:
+    def __init__(self, config: VisionConfig, seed: int, images: Images | None = None) -> None:
         self.config = config
         self.preset = config.preset
         self._preset = PRESETS[config.preset]
         self._seed = seed
         recipe = self._preset.recipe
         self.recipe = replace(recipe, batch_size=config.batch_size or recipe.batch_size)
-
-    @cached_property
-    def images(self) -> Images:
-        return load_images(self.config.data, self._preset.size, self.config.resize, self.config.verify)
+        self.notices: tuple[str, ...] = ()
+        self.images = images or load_images(config.data, self._preset.size, config.resize, config.verify)
 
     def model(self) -> nn.Module:
         return build(self.preset, len(self.images.classes))
@@ -107,7 +104,8 @@ class VisionWorkload:
             yield self._tensors(augment(pixels, rng, flip=mirror), labels)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        images, labels = batch
+        device = next(model.parameters()).device
+        images, labels = (part.to(device, non_blocking=True) for part in batch)
         loss: Tensor = cross_entropy(model(images), labels)
         return loss
 
