@@ -44,6 +44,8 @@ class Rounding:
 def encode(values: Tensor, codec: int, rounding: Rounding) -> Encoded:
     """Values of any floating dtype as bytes. float64 under FLOAT32 travels as FLOAT64: that codec loses nothing."""
     exact = values if values.dtype == torch.float64 else values.float()
+    if not exact.numel():  # an empty selection may have strides that cannot be viewed as bytes
+        exact = exact.new_empty(0)
     if codec == FLOAT32 and exact.dtype == torch.float64:
         codec = FLOAT64
     wide = WIDE if exact.dtype == torch.float64 and codec != FLOAT64 else 0
