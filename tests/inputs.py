@@ -18,10 +18,7 @@ def _normal(numel: int, generator: torch.Generator, rank: int) -> Tensor:
 
 def _heavy(numel: int, generator: torch.Generator, rank: int) -> Tensor:
     # Student t with 1.5 degrees of freedom: the variance is infinite.
-    chi = torch.distributions.Gamma(0.75, 0.5)
-    with torch.random.fork_rng():
-        torch.manual_seed(generator.initial_seed())
-        scale = chi.sample((numel,)) / 1.5
+    scale = torch._standard_gamma(torch.full((numel,), 0.75), generator=generator) / 0.75
     return _normal(numel, generator, rank) / scale.sqrt().clamp(min=1e-6)
 
 

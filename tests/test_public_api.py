@@ -1,0 +1,55 @@
+"""What users import, and nothing that is not meant for them."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+import oktopk
+
+PROMISED = {
+    "ALGORITHMS", "PAPER_BERT", "PAPER_LSTM", "PAPER_VGG", "OkTopkError", "Reduced", "Reducer", "SparseVector",
+    "StepRecord", "exponential_warmup", "sparse_allreduce",
+}  # fmt: skip
+
+
+def test_all_names_exist_and_the_promised_ones_are_there() -> None:
+    assert set(oktopk.__all__) >= PROMISED
+    assert oktopk.__all__ == sorted(oktopk.__all__, key=lambda name: (not name.isupper(), not name[0].isupper(), name))
+    for name in oktopk.__all__:
+        assert getattr(oktopk, name) is not None
+
+
+def test_public_callables_are_documented_and_typed() -> None:
+    for name in oktopk.__all__:
+        thing = getattr(oktopk, name)
+        if callable(thing):
+            assert inspect.getdoc(thing), f"{name} has no docstring"
+        if inspect.isfunction(thing):
+            annotated = thing.__annotations__
+            assert set(inspect.signature(thing).parameters) | {"return"} <= set(annotated), f"{name} is not typed"
+
+
+def test_algorithms_map_names_to_config_and_class() -> None:
+    assert list(oktopk.ALGORITHMS) == ["dense", "topka", "topkdsa", "gtopk", "gaussiank", "oktopk"]
+    for config, algorithm in oktopk.ALGORITHMS.values():
+        assert inspect.isclass(config) and hasattr(algorithm, "reduce")
+
+
+@pytest.mark.parametrize("module", ["oktopk", "oktopk.reducer", "oktopk.schedule"])
+def test_examples_in_docstrings_run(module: str) -> None:
+    failed, attempted = doctest.testmod(importlib.import_module(module))
+    assert attempted and not failed
+
+
+def test_importing_the_library_is_light() -> None:
+    """Training, reports and their dependencies must not be paid by `import oktopk`."""
+    heavy = "rich tyro matplotlib tensorboard transformers soundfile numba oktopk.cli oktopk.training oktopk.workloads"
+    code = f"import sys, oktopk; print([m for m in {heavy.split()!r} if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert out.stdout.strip() == "[]"
