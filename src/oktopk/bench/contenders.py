@@ -1,11 +1,11 @@
 """Who takes part in the step benchmark: every way to synchronise a DDP model that a user might pick instead of ours.
 
-A contender is named as in tables: "floor", "dense", "fp16", "powersgd 1", or one of ours: "oktopk bfloat16".
+A contender is named as in tables: "floor", "ddp dense", "ddp fp16", "powersgd 1", or one of ours, with its wire format:
+"oktopk bfloat16". A third word "fused" reduces all buckets as one vector at the end of backward.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,10 +17,16 @@ from torch.nn.parallel import DistributedDataParallel
 from oktopk.algorithms import ALGORITHMS
 from oktopk.config import WIRES
 from oktopk.errors import ConfigError, nearest
+from oktopk.front_ends.ddp import Fuse, register
 
 BASELINES = ("floor", "ddp dense", "ddp fp16", "powersgd 1", "powersgd 4")
-OURS = tuple(f"{algorithm} float32" for algorithm in ALGORITHMS) + tuple(f"oktopk {wire}" for wire in WIRES[1:])
-EVERYONE = (*BASELINES, *OURS, "auto")
+OURS = (
+    *(f"{algorithm} float32" for algorithm in ALGORITHMS),
+    *(f"oktopk {wire}" for wire in WIRES[1:]),
+    "oktopk bfloat16 fused",
+    "auto",
+)
+EVERYONE = (*BASELINES, *OURS)
 DEFAULT_CAP_MB = 25  # DDP's own
 SINGLE_BUCKET_MB = 1_000_000
 
@@ -38,16 +44,23 @@ class Attached:
 
 def attach(name: str, model: nn.Module, density: float, cap_mb: int = DEFAULT_CAP_MB) -> Attached:
     """Wrap the model so that it is synchronised as `name` says."""
-    kind, _, detail = name.partition(" ")
-    if name not in EVERYONE and (kind not in (*ALGORITHMS, "auto") or detail.split()[:1] not in [[w] for w in WIRES]):
-        raise ConfigError(f"unknown contender {name!r}. {nearest(name, EVERYONE)}")
+    kind, *details = name.split()
     if kind == "floor":
         return _floor(model, cap_mb)
     if kind == "ddp":
-        return _builtin(model, detail, cap_mb)
+        return _builtin(model, details[0], cap_mb)
     if kind == "powersgd":
-        return _powersgd(model, int(detail))
-    return _ours(model, kind, detail or "float32", density, cap_mb)
+        return _powersgd(model, int(details[0]))
+    wire, fused = details[0] if details else "float32", "fused" in details
+    return _ours(model, kind, wire, density, cap_mb, "step" if fused else "bucket")
+
+
+def require_known(names: Iterable[str]) -> None:
+    """Refuse names that `attach` would not understand, before any process is started."""
+    ours = {f"{name} {wire}{fuse}" for name in (*ALGORITHMS, "auto") for wire in WIRES for fuse in ("", " fused")}
+    for name in names:
+        if name not in ours and name not in EVERYONE:
+            raise ConfigError(f"unknown contender {name!r}. {nearest(name, ours | set(EVERYONE))}")
 
 
 def _no_synchronisation(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -80,11 +93,9 @@ def _powersgd(model: nn.Module, rank: int) -> Attached:
     return Attached(ddp, 3, lambda: -1)
 
 
-def _ours(model: nn.Module, algorithm: str, wire: str, density: float, cap_mb: int) -> Attached:
-    import oktopk
-
+def _ours(model: nn.Module, algorithm: str, wire: str, density: float, cap_mb: int, fuse: Fuse) -> Attached:
     ddp = _ddp(model, cap_mb)
-    reducer: Any = oktopk.register(ddp, algorithm=algorithm, density=density, wire=wire)
+    reducer = register(ddp, algorithm, density, wire=wire, fuse=fuse)
     return Attached(
         ddp, 2, lambda: int(reducer.last_step.bytes_sent), lambda: dict(reducer.last_step.seconds), reducer.close
     )

@@ -18,13 +18,13 @@ BATCH = 4  # few samples: gradients as large as the model, little arithmetic, so
 Step = tuple[nn.Module, Callable[[nn.Module], Tensor]]  # a model, and the loss of it on the next batch
 
 
-def synthetic(numel: int, rank: int) -> Step:
+def synthetic(numel: int, rank: int, batch: int = BATCH) -> Step:
     """A multilayer perceptron of exactly `numel` parameters, fed with other noise on every rank and step."""
     model = Synthetic(numel)
     noise = torch.Generator().manual_seed(1000 + rank)
 
     def loss(module: nn.Module) -> Tensor:
-        outputs: Tensor = module(torch.randn(BATCH, model.width, generator=noise))
+        outputs: Tensor = module(torch.randn(batch, model.width, generator=noise))
         return outputs.square().mean()
 
     return model, loss

@@ -7,7 +7,6 @@ Everything here is arithmetic: `machine.py` measures gamma, the user or `advise`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil, log2
 
@@ -21,6 +20,14 @@ from oktopk.errors import ConfigError
 FRAMING = 0.957  # payload of a full Ethernet frame over its time on the wire, as iperf measures it
 BUCKET_BYTES = 25 << 20  # DDP's own
 SLOWEST, FASTEST = 1e5, 1e13  # bits per second between which a break-even is looked for
+
+
+LINKS = {
+    "datacentre, 10 Gbit/s": Network(1e10, 5e-5),
+    "office, 1 Gbit/s": Network(1e9, 2e-4),
+    "internet, 500 Mbit/s, 50 ms": Network(5e8, 0.05),
+    "internet, 50 Mbit/s, 50 ms": Network(5e7, 0.05),
+}
 
 
 @dataclass(frozen=True)
@@ -107,7 +114,7 @@ def expected_bytes(scenario: Scenario, machine: Machine, algorithm: str, wire: s
         "topka": pair * k * (ranks - 1),
         "gaussiank": pair * k * (ranks - 1),
         "topkdsa": (pair * k + min(_pair_bytes(machine, union / numel, wire) * union, 4 * numel)) * share,
-        "gtopk": pair * k * 2 * ceil(log2(ranks)) * share,
+        "gtopk": pair * k * ceil(log2(ranks)),  # at the root, which all others wait for
         "oktopk": 2 * pair * k * share,
     }
     return payload[algorithm] + overhead
@@ -146,9 +153,9 @@ def recommend(scenario: Scenario, machine: Machine) -> str:
     return f"use {sparse.name} at density {scenario.density:g}: {gain:.2g}x over dense; {above}."
 
 
-def scale_out(scenario: Scenario, machine: Machine, ranks: Sequence[int]) -> list[list[Prediction]]:
-    """Predictions for growing worlds of the same hosts."""
-    return [predict_all(replace(scenario, ranks=count * scenario.ranks_per_host), machine) for count in ranks]
+def speedup(scenario: Scenario, machine: Machine, prediction: Prediction) -> float:
+    """How much faster than dense."""
+    return predict_step(scenario, machine, "dense", "float32").step_seconds / prediction.step_seconds
 
 
 def _pair_bytes(machine: Machine, density: float, wire: str) -> float:
@@ -176,7 +183,8 @@ def _link_seconds(scenario: Scenario, machine: Machine, algorithm: str, nbytes: 
     stack = 2 * nbytes / machine.stack_bytes_per_second * max(1.0, scenario.ranks_per_core)
     if scenario.network.bits_per_second is None or scenario.ranks == 1:
         return stack
-    leaving = nbytes * _leaving(scenario, algorithm)
+    # The tree of gtopk is climbed and then descended; every other exchange uses both directions at once.
+    leaving = nbytes * _leaving(scenario, algorithm) * (2 if algorithm == "gtopk" else 1)
     return max(stack, 8 * leaving / (scenario.network.bits_per_second * FRAMING))
 
 
@@ -196,7 +204,9 @@ def _wait_seconds(scenario: Scenario, machine: Machine, algorithm: str) -> float
         # The split serves a few peers at a time, and each window waits for the one before.
         rounds += ceil((scenario.ranks - 1) / OkTopkConfig().in_flight) - 1
     software = machine.round_seconds * max(1.0, scenario.ranks_per_core)
-    return scenario.buckets * (rounds * (scenario.network.latency + software))
+    # Messages of one round leave one after the other, each through the socket layer.
+    extra = max(0, cost.messages - rounds) / 2
+    return scenario.buckets * (rounds * (scenario.network.latency + software) + extra * software)
 
 
 def _round_rate(bits_per_second: float | None) -> str:

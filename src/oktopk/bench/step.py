@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from oktopk.bench import models
 from oktopk.bench.cluster import Place
-from oktopk.bench.contenders import BASELINES, DEFAULT_CAP_MB, OURS, Attached, attach
+from oktopk.bench.contenders import DEFAULT_CAP_MB, EVERYONE, Attached, attach, require_known
 from oktopk.bench.launch import Record, run_ranks
 from oktopk.bench.rank import World
 from oktopk.errors import ConfigError
@@ -30,7 +30,7 @@ class StepBench:
     numel: int = 27_570_000  # parameters of the stand-in model
     model: str = ""  # a workload instead of the stand-in, with its preset: "speech:lstman4", "vision:vgg16"
     density: float = 0.01
-    contenders: tuple[str, ...] = (*BASELINES, *OURS)
+    contenders: tuple[str, ...] = EVERYONE
     seconds: float = 4.0  # of measuring per contender and repeat; slower ones still get three steps
     repeats: int = 2  # whole rounds over all contenders; the best round of each counts
     bucket_cap_mb: int = DEFAULT_CAP_MB
@@ -38,6 +38,7 @@ class StepBench:
     def __post_init__(self) -> None:
         if self.repeats < 1 or self.seconds <= 0:
             raise ConfigError(f"repeats and seconds must be positive, got {self.repeats} and {self.seconds}.")
+        require_known(self.contenders)
         if "floor" not in self.contenders:
             raise ConfigError("contenders must include 'floor': synchronisation overhead is the step minus the floor.")
 
@@ -56,6 +57,7 @@ class StepResult:
     phases: dict[str, float]
     numel: int
     density: float
+    bucket_bytes: int
     overhead_seconds: float = 0.0  # step minus floor
     speedup: float = 0.0  # DDP dense over this; 0 if dense did not take part
 
@@ -110,7 +112,7 @@ def measure(
             attached.close()
             count = sum(parameter.numel() for parameter in module.parameters())
             if world.rank == 0:
-                world.emit(contender=name, numel=count, density=density, **record)
+                world.emit(contender=name, numel=count, density=density, bucket_bytes=cap_mb << 20, **record)
             del attached, module, loss
 
 

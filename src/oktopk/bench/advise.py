@@ -1,0 +1,51 @@
+"""What the link between ranks is like, measured: under a launcher between its ranks, else on emulated hosts."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch.distributed as dist
+
+from oktopk.bench.cluster import open_place
+from oktopk.bench.launch import run_ranks
+from oktopk.bench.network import Network
+from oktopk.bench.probe import round_trip, stream
+from oktopk.bench.rank import World
+
+PROBE_BYTES = 8_000_000
+
+
+@dataclass(frozen=True)
+class Link:
+    """What one rank can tell of the network."""
+
+    rank: int
+    world_size: int
+    bits_per_second: float
+    round_seconds: float
+
+
+def measure_under_launcher() -> Link | None:
+    """The link between the ranks that a launcher started; None when this process is alone."""
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        return None
+    dist.init_process_group("gloo")
+    try:
+        world: Any = World(dist.get_rank(), dist.get_world_size(), "", os.open(os.devnull, os.O_WRONLY))
+        seconds = [round_trip(world) for _ in range(20)]
+        rates = [stream(world, PROBE_BYTES) for _ in range(3)]
+        return Link(world.rank, world.world_size, 8 * max(rates), median(seconds) / 2)
+    finally:
+        dist.destroy_process_group()
+
+
+def measure_here(hosts: int, network: Network, per_host: int) -> tuple[Link, tuple[str, ...]]:
+    """The link between emulated hosts, or loopback; and what must be known of it."""
+    with open_place(hosts, network, per_host) as place:
+        record = run_ranks(place, "oktopk.bench.probe:measure", {"nbytes": PROBE_BYTES}, timeout=120)[0][0]
+        notes = place.notes
+    link = Link(0, hosts * per_host, 8 * record["bytes_per_second"], record["round_trip"] / 2)
+    return link, notes

@@ -1,0 +1,128 @@
+"""Does synchronisation hide behind backward? The same buckets, reduced while backward runs and after it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
+
+from oktopk.bench import models
+from oktopk.bench.cluster import Place
+from oktopk.bench.launch import run_ranks
+from oktopk.bench.rank import World
+from oktopk.errors import ConfigError
+from oktopk.reducer import Reducer
+
+WARMUP = 3
+Loss = Callable[[nn.Module], Tensor]
+
+
+@dataclass(frozen=True)
+class OverlapBench:
+    """What to measure: a backward that computes a while, in several buckets."""
+
+    numel: int = 4_000_000
+    batch: int = 128  # samples per rank; more = a longer backward to hide behind
+    algorithm: str = "oktopk"
+    density: float = 0.01
+    wire: str = "float32"
+    bucket_cap_mb: float = 2.0
+    steps: int = 12
+
+    def __post_init__(self) -> None:
+        if self.batch < 1 or self.steps < 1 or self.bucket_cap_mb <= 0:
+            raise ConfigError("batch, steps and bucket_cap_mb must be positive.")
+
+
+@dataclass(frozen=True)
+class OverlapResult:
+    """Median seconds of a step on the slowest rank."""
+
+    overlapped: float
+    serialised: float
+    floor: float  # no synchronisation at all
+    buckets: int
+
+    @property
+    def hidden(self) -> float:
+        """Fraction of the synchronisation that backward hides."""
+        cost = self.serialised - self.floor
+        return (self.serialised - self.overlapped) / cost if cost > 0 else 0.0
+
+
+def bench_overlap(place: Place, bench: OverlapBench) -> OverlapResult:
+    """Measure both ways in one run, in turns."""
+    records = run_ranks(place, "oktopk.bench.overlap:measure", vars(bench), 60.0 + 60.0 * bench.steps)
+    return OverlapResult(**records[0][0])
+
+
+def measure(
+    world: World, numel: int, batch: int, algorithm: str, density: float, wire: str, bucket_cap_mb: float, steps: int
+) -> None:
+    """The work of one rank."""
+    times: dict[str, list[float]] = {"overlapped": [], "serialised": [], "floor": []}
+    ways = {
+        way: _Way(way, Reducer(algorithm, density, wire=wire), numel, batch, world.rank, bucket_cap_mb) for way in times
+    }
+    for step in range(WARMUP + steps):
+        for name, way in ways.items():
+            seconds = way.step()
+            if step >= WARMUP:
+                times[name].append(seconds)
+    slowest = {name: _slowest(seconds) for name, seconds in times.items()}
+    if world.rank == 0:
+        world.emit(**slowest, buckets=ways["serialised"].buckets)
+    for way in ways.values():
+        way.reducer.close()
+
+
+class _Way:
+    """A model whose buckets are reduced at once, after backward, or never."""
+
+    def __init__(self, way: str, reducer: Reducer, numel: int, batch: int, rank: int, cap_mb: float) -> None:
+        torch.manual_seed(0)
+        self.reducer, self.buckets = reducer, 0
+        self._way, self._waiting = way, list[tuple[list[tuple[str, int]], Tensor]]()
+        model, self._loss = models.synthetic(numel, rank, batch)
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._ddp = DistributedDataParallel(model, bucket_cap_mb=cap_mb, gradient_as_bucket_view=True, init_sync=False)
+        self._ddp.register_comm_hook(self, _hook)
+        self._optimizer = torch.optim.SGD(self._ddp.parameters(), lr=1e-4)
+
+    def step(self) -> float:
+        dist.barrier()
+        started = perf_counter()
+        self._optimizer.zero_grad()
+        self._loss(self._ddp).backward()
+        for layout, flat in self._waiting:
+            self.reducer.submit(layout, flat).wait()
+        self._waiting.clear()
+        self._optimizer.step()
+        return perf_counter() - started
+
+    def take(self, bucket: Any) -> torch.futures.Future[Tensor]:
+        layout = [(self._names[id(parameter)], parameter.numel()) for parameter in bucket.parameters()]
+        self.buckets = max(self.buckets, bucket.index() + 1)
+        if self._way == "overlapped":
+            return self.reducer.submit(layout, bucket.buffer())
+        if self._way == "serialised":
+            self._waiting.append((layout, bucket.buffer()))
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+
+def _hook(state: _Way, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    return state.take(bucket)
+
+
+def _slowest(seconds: list[float]) -> float:
+    over_ranks = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(over_ranks, dist.ReduceOp.MAX)
+    return float(median(over_ranks.tolist()))

@@ -1,0 +1,92 @@
+"""All benchmarks of the page, one after the other, each to its own file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from oktopk.bench.allreduce import Sweep, bench_allreduce
+from oktopk.bench.cluster import Place, open_place
+from oktopk.bench.contenders import EVERYONE
+from oktopk.bench.machine import measure_machine
+from oktopk.bench.network import Network
+from oktopk.bench.overlap import OverlapBench, bench_overlap
+from oktopk.bench.runs import header, write_run
+from oktopk.bench.step import StepBench, bench_step
+from oktopk.errors import ConfigError, nearest
+
+FAST_NETWORKS = ("floor", "ddp dense", "powersgd 1", "dense float32", "oktopk float32", "oktopk bfloat16", "auto")
+QUICK_NUMEL = 300_000
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One run of the page: where, and how it is asked for on the command line."""
+
+    hosts: int
+    network: str
+    command: str
+    work: Callable[[Place, bool, Say], tuple[Sequence[Any], dict[str, object]]]
+
+
+def parts(quick: bool, only: Sequence[str] = ()) -> list[str]:
+    """Names of the parts to run, in order."""
+    for name in only:
+        if name not in PARTS:
+            raise ConfigError(f"unknown part {name!r}. {nearest(name, PARTS)}")
+    return [name for name in PARTS if not only or name in only]
+
+
+def run_part(name: str, folder: Path, quick: bool, say: Say) -> float:
+    """Measure one part, write FOLDER/NAME.jsonl, return how many seconds it took."""
+    part, started = PARTS[name], perf_counter()
+    with open_place(part.hosts, Network.parse(part.network)) as place:
+        rows, costs = part.work(place, quick, say)
+        run = header(name.partition("-")[0], part.command, place, costs)
+    write_run(folder / f"{name}.jsonl", run, rows)
+    return perf_counter() - started
+
+
+def _step(contenders: tuple[str, ...], repeats: int) -> Callable[[Place, bool, Say], Any]:
+    def work(place: Place, quick: bool, say: Say) -> Any:
+        bench = StepBench(contenders=contenders, repeats=repeats)
+        if quick:
+            bench = StepBench(numel=QUICK_NUMEL, contenders=contenders, repeats=1, seconds=0.3)
+        costs = measure_machine(bench.density)
+        results = bench_step(place, bench, lambda r: say(f"{r.contender}: {r.step_seconds * 1e3:.0f} ms per step"))
+        return results, costs.to_json()
+
+    return work
+
+
+def _allreduce(place: Place, quick: bool, say: Say) -> Any:
+    numels = (QUICK_NUMEL // 10,) if quick else (1_000_000, 10_000_000)
+    sweep = Sweep(numels, (0.001, 0.01), (place.world_size,), wires=("float32", "bfloat16"), repeats=2 if quick else 5)
+    return bench_allreduce(place, sweep, lambda r: say(f"{r.algorithm} {r.wire}")), {}
+
+
+def _scaling(place: Place, quick: bool, say: Say) -> Any:
+    worlds = (2, 4) if quick else (2, 4, 8, 16)
+    sweep = Sweep((QUICK_NUMEL // 10 if quick else 2_000_000,), world_sizes=worlds, repeats=3)
+    return bench_allreduce(place, sweep, lambda r: say(f"{r.algorithm}, {r.world_size} ranks")), {}
+
+
+def _overlap(place: Place, quick: bool, say: Say) -> Any:
+    bench = OverlapBench(numel=QUICK_NUMEL, steps=2) if quick else OverlapBench()
+    return [bench_overlap(place, bench)], {}
+
+
+PARTS: dict[str, Part] = {
+    "step-1gbit": Part(4, "1gbit", "oktopk bench step --network 1gbit", _step(EVERYONE, 2)),
+    "step-100mbit": Part(4, "100mbit", "oktopk bench step --network 100mbit --repeats 1", _step(EVERYONE, 1)),
+    "step-10gbit": Part(4, "10gbit", "oktopk bench step --network 10gbit --repeats 3", _step(FAST_NETWORKS, 3)),
+    "step-loopback": Part(4, "loopback", "oktopk bench step --network loopback --repeats 3", _step(FAST_NETWORKS, 3)),
+    "allreduce": Part(4, "1gbit", "oktopk bench allreduce --numels 1000000 10000000 --world-sizes 4", _allreduce),
+    "scaling": Part(16, "loopback", "oktopk bench scaling", _scaling),
+    "overlap": Part(2, "100mbit", "oktopk bench overlap", _overlap),
+}

@@ -1,0 +1,291 @@
+"""`oktopk bench ...`: measure kernels, wire formats, collectives and training steps."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from oktopk.cli.console import bytes_text, console, table
+
+if TYPE_CHECKING:
+    from oktopk.bench.allreduce import AllreduceResult
+    from oktopk.bench.cluster import Place
+    from oktopk.bench.step import StepResult
+
+COMMANDS: dict[str, str] = {
+    "step": "oktopk.cli.bench:Step",
+    "allreduce": "oktopk.cli.bench:Allreduce",
+    "scaling": "oktopk.cli.bench:Scaling",
+    "overlap": "oktopk.cli.bench:Overlap",
+    "kernels": "oktopk.cli.bench_kernels:BenchKernels",
+    "wire": "oktopk.cli.bench_wire:BenchWire",
+    "all": "oktopk.cli.bench:All",
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """Real training steps side by side: DDP dense, fp16, PowerSGD, our algorithms, and no synchronisation (the floor).
+
+    The ranks are real processes. As root they run on emulated hosts whose network has the given rate; without root
+    or iproute2 they share loopback, and the numbers say so.
+
+    Example:
+      oktopk bench step --hosts 2 --network 1gbit --numel 1000000 --contenders floor "ddp dense" "oktopk bfloat16"
+    """
+
+    hosts: int = 4  # emulated hosts
+    network: str = "1gbit"  # rate of each host's link: 100mbit, 1gbit, 10gbit, or loopback for unshaped
+    latency: str = "0ms"  # one way; needs netem in the kernel
+    per_host: int = 1  # ranks on each host
+    numel: int = 27_570_000  # parameters of the stand-in model
+    model: str = ""  # a workload and its preset instead of the stand-in: speech:lstman4, vision:vgg16
+    density: float = 0.01  # fraction of the gradient that sparse algorithms send
+    contenders: tuple[str, ...] = ()  # who takes part; default: everyone
+    seconds: float = 4.0  # measured per contender and round; slow ones get at least three steps
+    repeats: int = 2  # rounds over all contenders; the best round of each counts
+    bucket_cap_mb: int = 25  # DDP's bucket size; PowerSGD always gets one bucket (it hangs on Gloo with more)
+    json: Path | None = None  # file for the results, as JSON lines; `oktopk plan --validate` reads it
+    plot: Path | None = None  # folder for a plot, as PNG and SVG
+
+    def __call__(self) -> int:
+        from oktopk.bench.contenders import EVERYONE
+        from oktopk.bench.figures import save, step_times
+        from oktopk.bench.machine import measure_machine
+        from oktopk.bench.runs import header, write_run
+        from oktopk.bench.step import StepBench, bench_step
+
+        bench = StepBench(
+            self.numel, self.model, self.density, self.contenders or EVERYONE, self.seconds, self.repeats,
+            self.bucket_cap_mb,
+        )  # fmt: skip
+        with _place(self.hosts, self.network, self.latency, self.per_host) as place:
+            costs = measure_machine(self.density)
+            with console().status("starting the ranks") as status:
+                results = bench_step(
+                    place, bench, lambda r: status.update(f"{r.contender}: {r.step_seconds * 1e3:.0f} ms per step")
+                )
+            run = header("step", _command(), place, costs.to_json())
+        console().print(table(f"training steps on {_where(place)}", [_step_row(r) for r in results]))
+        if self.json:
+            write_run(self.json, run, results)
+        if self.plot:
+            save(step_times(results, f"one training step, {_where(place)}"), self.plot, f"step-{place.network.label}")
+        return 0
+
+
+@dataclass(frozen=True)
+class Allreduce:
+    """The collective alone: a sweep over sizes, densities, worlds, algorithms and wire formats.
+
+    Volume is given in words over k(P-1)/P: no method can do with less than 2, Ok-Topk never needs more than 6.
+
+    Example:
+      oktopk bench allreduce --hosts 2 --world-sizes 2 --numels 100000 --algorithms topka oktopk
+    """
+
+    hosts: int = 4  # emulated hosts
+    network: str = "1gbit"  # rate of each host's link: 100mbit, 1gbit, 10gbit, or loopback for unshaped
+    latency: str = "0ms"  # one way; needs netem in the kernel
+    per_host: int = 1  # ranks on each host
+    numels: tuple[int, ...] = (1_000_000,)  # gradient lengths
+    densities: tuple[float, ...] = (0.001, 0.01)  # fractions sent
+    world_sizes: tuple[int, ...] = (2, 4)  # ranks that take part
+    algorithms: tuple[str, ...] = ("dense", "topka", "topkdsa", "gtopk", "gaussiank", "oktopk")
+    wires: tuple[str, ...] = ("float32", "bfloat16")  # value formats
+    repeats: int = 5  # reductions per combination
+    json: Path | None = None  # file for the results, as JSON lines
+    plot: Path | None = None  # folder for a plot, as PNG and SVG
+
+    def __call__(self) -> int:
+        from oktopk.bench.allreduce import Sweep, bench_allreduce
+        from oktopk.bench.figures import save, volume_against_bounds
+        from oktopk.bench.runs import header, write_run
+
+        sweep = Sweep(self.numels, self.densities, self.world_sizes, self.algorithms, self.wires, self.repeats)
+        with _place(self.hosts, self.network, self.latency, self.per_host) as place:
+            with console().status("starting the ranks") as status:
+                results = bench_allreduce(place, sweep, lambda r: status.update(f"{r.algorithm} {r.wire}"))
+            run = header("allreduce", _command(), place)
+        console().print(table(f"the collective alone on {_where(place)}", [_allreduce_row(r) for r in results]))
+        if self.json:
+            write_run(self.json, run, results)
+        if self.plot:
+            largest = [r for r in results if r.world_size == max(self.world_sizes)]
+            save(volume_against_bounds(largest, f"volume, {max(self.world_sizes)} ranks"), self.plot, "allreduce")
+        return 0
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """One gradient, growing worlds: whose volume grows with the number of ranks?
+
+    More ranks than cores are fine: volumes and rounds are exact, only times are labelled oversubscribed.
+
+    Example:
+      oktopk bench scaling --ranks 2 4 --numel 200000
+    """
+
+    ranks: tuple[int, ...] = (2, 4, 8, 16)  # world sizes
+    numel: int = 2_000_000  # gradient length
+    density: float = 0.01  # fraction sent
+    wire: str = "float32"  # value format
+    json: Path | None = None  # file for the results, as JSON lines
+    plot: Path | None = None  # folder for a plot, as PNG and SVG
+
+    def __call__(self) -> int:
+        from oktopk.bench.allreduce import Sweep, bench_allreduce
+        from oktopk.bench.figures import save, volume_by_world
+        from oktopk.bench.runs import header, write_run
+
+        sweep = Sweep((self.numel,), (self.density,), self.ranks, wires=(self.wire,), repeats=3)
+        with _place(max(self.ranks), "loopback", "0ms", 1) as place:
+            with console().status("starting the ranks") as status:
+                results = bench_allreduce(place, sweep, lambda r: status.update(f"{r.algorithm} x{r.world_size}"))
+            run = header("scaling", _command(), place)
+        console().print(table("received per rank, by number of ranks", scaling_rows(results)))
+        _say_notes(run.notes)
+        if self.json:
+            write_run(self.json, run, results)
+        if self.plot:
+            save(volume_by_world(results, f"{self.numel:,} entries, density {self.density:g}"), self.plot, "scaling")
+        return 0
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """The same buckets reduced while backward runs, and after it: how much of the cost does backward hide?
+
+    Example:
+      oktopk bench overlap --steps 4 --numel 1000000
+    """
+
+    hosts: int = 2  # emulated hosts
+    network: str = "100mbit"  # rate of each host's link
+    numel: int = 8_000_000  # parameters of the stand-in model
+    batch: int = 256  # samples per rank; more = a longer backward to hide behind
+    algorithm: str = "oktopk"  # dense, topka, topkdsa, gtopk, gaussiank or oktopk
+    density: float = 0.01  # fraction of the gradient sent
+    wire: str = "float32"  # value format
+    bucket_cap_mb: float = 4.0  # DDP's bucket size; smaller = more buckets, earlier starts, more rounds
+    steps: int = 12  # measured, of each way in turns
+    json: Path | None = None  # file for the results, as JSON lines
+
+    def __call__(self) -> int:
+        from oktopk.bench.overlap import OverlapBench, bench_overlap
+        from oktopk.bench.runs import header, write_run
+
+        bench = OverlapBench(
+            self.numel, self.batch, self.algorithm, self.density, self.wire, self.bucket_cap_mb, self.steps
+        )
+        with _place(self.hosts, self.network, "0ms", 1) as place, console().status("measuring"):
+            result = bench_overlap(place, bench)
+            run = header("overlap", _command(), place)
+        rows = [
+            {"way": way, "step ms": round(getattr(result, way) * 1e3, 1)}
+            for way in ("overlapped", "serialised", "floor")
+        ]
+        console().print(table(f"{self.algorithm}, {result.buckets} buckets, on {_where(place)}", rows))
+        console().print(f"backward hides {result.hidden:.0%} of the synchronisation.")
+        if self.json:
+            write_run(self.json, run, [result])
+        return 0
+
+
+@dataclass(frozen=True)
+class All:
+    """Run every benchmark and write the page docs/benchmarks.md with tables, plots, commands and spread.
+
+    Takes about half an hour on two cores; needs root and iproute2 for the emulated networks.
+
+    Example:
+      oktopk bench all --quick --docs build/docs
+    """
+
+    docs: Path = Path("docs")  # folder of the page; plots go to img/ in it, results to bench/
+    quick: bool = False  # a small model and short measurements: a smoke test, not figures to quote
+    only: tuple[str, ...] = ()  # parts to run again (step-1gbit, scaling, ...); others keep their last results
+
+    def __call__(self) -> int:
+        from oktopk.bench.page import write_page
+        from oktopk.bench.suite import parts, run_part
+
+        for name in parts(self.quick, self.only):
+            with console().status(f"measuring {name}") as status:
+                seconds = run_part(name, self.docs / "bench", self.quick, lambda text: status.update(text))
+            console().print(f"{name}: {seconds:.0f} s", markup=False)
+        page = write_page(self.docs, f"oktopk bench all{' --quick' if self.quick else ''}")
+        console().print(f"page: {page}", markup=False, soft_wrap=True)
+        return 0
+
+
+def scaling_rows(results: Sequence[AllreduceResult]) -> list[Mapping[str, Any]]:
+    """One row per algorithm, one column per world size, and the growth from the smallest to the largest."""
+    sizes = sorted({r.world_size for r in results})
+    rows: list[Mapping[str, Any]] = []
+    for algorithm in dict.fromkeys(r.algorithm for r in results):
+        mine = {r.world_size: r for r in results if r.algorithm == algorithm}
+        growth = mine[sizes[-1]].bytes_received / mine[sizes[0]].bytes_received
+        cells: dict[str, Any] = {f"P={size}": bytes_text(mine[size].bytes_received) for size in sizes}
+        rows.append({"algorithm": algorithm, **cells, "growth": round(growth, 2), "rounds": mine[sizes[-1]].rounds})
+    return rows
+
+
+@contextmanager
+def _place(hosts: int, network: str, latency: str, per_host: int) -> Iterator[Place]:
+    from oktopk.bench.cluster import open_place
+    from oktopk.bench.network import Network
+
+    with open_place(hosts, Network.parse(network, latency), per_host) as place:
+        _say_notes(place.notes)
+        yield place
+
+
+def _say_notes(notes: Sequence[str]) -> None:
+    for note in notes:
+        console().print(f"note: {note}", markup=False, soft_wrap=True)
+
+
+def _where(place: Place) -> str:
+    kind = "emulated hosts" if place.emulated else "processes on loopback"
+    per_host = f" x {place.per_host} ranks" if place.per_host > 1 else ""
+    return f"{place.hosts} {kind}{per_host}, {place.network.label}"
+
+
+def _command() -> str:
+    return shlex.join(["oktopk", *sys.argv[1:]])
+
+
+def _step_row(result: StepResult) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "contender": result.contender,
+        "step ms": round(result.step_seconds * 1e3),
+        "spread ms": f"{result.fastest * 1e3:.0f}-{result.slowest * 1e3:.0f}",
+        "overhead ms": round(result.overhead_seconds * 1e3),
+        "speed-up": round(result.speedup, 2),
+    }
+    if result.bytes_sent >= 0:
+        row["counted by us"] = bytes_text(result.bytes_sent)
+    if result.wire_bytes >= 0:
+        row["by the kernel"] = bytes_text(result.wire_bytes)
+    return row
+
+
+def _allreduce_row(result: AllreduceResult) -> dict[str, Any]:
+    phases = {f"{name} ms": round(seconds * 1e3, 1) for name, seconds in result.phases.items()}
+    return {
+        "algorithm": result.algorithm,
+        "wire": result.wire,
+        "numel": result.numel,
+        "density": result.density,
+        "P": result.world_size,
+        "time ms": round(result.seconds * 1e3, 1),
+        "words/k": round(result.words_over_k, 2),
+        "rounds": result.rounds,
+        **phases,
+    }

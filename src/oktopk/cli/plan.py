@@ -1,0 +1,206 @@
+"""`oktopk plan` and `oktopk advise`: what each algorithm should cost, and which one to use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from oktopk.cli.console import bytes_text, console, table
+from oktopk.errors import ConfigError
+
+if TYPE_CHECKING:
+    from oktopk.bench.machine import Machine
+    from oktopk.bench.planner import Prediction, Scenario
+
+SCALES = (2, 4, 8, 16, 64, 256, 1024, 10_000)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Predict the step time of every algorithm and wire format on a cluster that you describe. No network is needed.
+
+    The cost of selecting and packing is measured on this machine, in two seconds; the network is what you say it is.
+
+    Example:
+      oktopk plan --numel 110000000 --density 0.01 --ranks 16 --ranks-per-host 4 --network 10gbit --latency 50us
+          --compute 400ms --backward 250ms
+    """
+
+    numel: int = 27_570_000  # parameters
+    density: float = 0.01  # fraction of the gradient that sparse algorithms send
+    ranks: int = 4  # processes that train together
+    ranks_per_host: int = 1  # of them on one machine, behind one network link
+    network: str = "1gbit"  # rate of a host's link
+    latency: str = "100us"  # one way
+    compute: str = "200ms"  # a step without synchronisation
+    backward: str = ""  # the part of it that synchronisation can hide behind; default: half of compute
+    ranks_per_core: float = 1.0  # above 1, ranks share cores and their work takes longer
+    scale: bool = False  # also predict worlds of up to 10,000 ranks, and links as slow as the internet
+    plot: Path | None = None  # folder for plots of the speed-up by bandwidth and by ranks
+    validate: Path | None = None  # a run of `oktopk bench step --json`: print predicted against measured instead
+
+    def __call__(self) -> int:
+        if self.validate is not None:
+            return _validate(self.validate)
+        from oktopk.bench.machine import measure_machine
+
+        scenario = self._scenario()
+        machine = measure_machine(self.density)
+        _print_plan(scenario, machine)
+        if self.scale:
+            _print_scales(scenario, machine)
+        if self.plot:
+            _plot(scenario, machine, self.plot)
+        return 0
+
+    def _scenario(self) -> Scenario:
+        from oktopk.bench.network import Network, parse_seconds
+        from oktopk.bench.planner import Scenario
+
+        compute = parse_seconds(self.compute)
+        return Scenario(
+            self.numel, self.density, self.ranks, self.ranks_per_host, Network.parse(self.network, self.latency),
+            compute, parse_seconds(self.backward) if self.backward else compute / 2, self.ranks_per_core,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Advise:
+    """Measure the link and this machine, then recommend an algorithm and a wire format.
+
+    Under torchrun (or mpirun, srun) it measures the network between the ranks. Started alone it measures loopback,
+    or, with --network and root, an emulated network.
+
+    Example:
+      oktopk advise --numel 1000000 --network 100mbit --compute 50ms
+    """
+
+    numel: int = 27_570_000  # parameters
+    density: float = 0.01  # fraction of the gradient that sparse algorithms send
+    hosts: int = 2  # emulated hosts, when no launcher started this
+    ranks_per_host: int = 1  # processes on one machine, behind one network link
+    network: str = "loopback"  # what to emulate when no launcher started this
+    compute: str = "200ms"  # a step without synchronisation
+    backward: str = ""  # the part of it that synchronisation can hide behind; default: half of compute
+
+    def __call__(self) -> int:
+        from oktopk.bench.advise import Link, measure_here, measure_under_launcher
+        from oktopk.bench.machine import measure_machine
+        from oktopk.bench.network import Network, parse_seconds
+        from oktopk.bench.planner import Scenario
+
+        compute = parse_seconds(self.compute)
+        backward = parse_seconds(self.backward) if self.backward else compute / 2
+        link: Link | None = measure_under_launcher()
+        if link is None:
+            link, notes = measure_here(self.hosts, Network.parse(self.network), self.ranks_per_host)
+            for note in notes:
+                console().print(f"note: {note}", markup=False, soft_wrap=True)
+        if link.rank != 0:
+            return 0
+        machine = replace(measure_machine(self.density), round_seconds=link.round_seconds)
+        network = Network(float(f"{link.bits_per_second:.3g}"))
+        console().print(
+            f"measured: {network.label}/s between ranks, "
+            f"{link.round_seconds * 1e6:.0f} us per round, {link.world_size} ranks"
+        )
+        _print_plan(
+            Scenario(self.numel, self.density, link.world_size, self.ranks_per_host, network, compute, backward),
+            machine,
+        )
+        return 0
+
+
+def _print_plan(scenario: Scenario, machine: Machine) -> None:
+    from oktopk.bench.planner import predict_all, recommend
+
+    predictions = predict_all(scenario, machine)
+    dense = next(p for p in predictions if p.algorithm == "dense")
+    title = (
+        f"{scenario.numel:,} parameters, density {scenario.density:g}, {scenario.ranks} ranks, {scenario.network.label}"
+    )
+    console().print(table(title, [_row(p, dense, scenario) for p in predictions]))
+    console().print(recommend(scenario, machine), markup=False, soft_wrap=True)
+
+
+def _row(prediction: Prediction, dense: Prediction, scenario: Scenario) -> dict[str, Any]:
+    return {
+        "algorithm": prediction.algorithm,
+        "wire": prediction.wire,
+        "step ms": round(prediction.step_seconds * 1e3, 1),
+        "speed-up": round(dense.step_seconds / prediction.step_seconds, 2),
+        "work ms": round(prediction.work_seconds * 1e3, 1),
+        "link ms": round(prediction.link_seconds * 1e3, 1),
+        "rounds ms": round(prediction.wait_seconds * 1e3, 1),
+        "sent per rank": bytes_text(prediction.bytes_per_rank),
+    }
+
+
+def _print_scales(scenario: Scenario, machine: Machine) -> None:
+    from oktopk.bench.planner import LINKS, predict_all, speedup
+
+    rows = []
+    for name, network in LINKS.items():
+        row: dict[str, Any] = {"link": name}
+        for ranks in SCALES:
+            there = _at(scenario, network=network, ranks=ranks * scenario.ranks_per_host)
+            best = next(p for p in predict_all(there, machine) if p.algorithm != "dense")
+            row[f"{there.ranks} ranks"] = f"{speedup(there, machine, best):.1f}x"
+        rows.append(row)
+    console().print(table("predicted speed-up of the best sparse choice over dense", rows))
+
+
+def _plot(scenario: Scenario, machine: Machine, folder: Path) -> None:
+    from oktopk.bench.figures import save, speedup_lines
+    from oktopk.bench.network import Network
+    from oktopk.bench.planner import LINKS
+
+    rates = [10 ** (7 + step / 8) for step in range(33)]
+    networks = [Network(rate, scenario.network.latency) for rate in rates]
+    by_rate = {
+        f"oktopk {wire}": [
+            (network.bits_per_second or 0.0, _gain(_at(scenario, network=network), machine, wire))
+            for network in networks
+        ]
+        for wire in ("float32", "bfloat16", "int8")
+    }
+    save(speedup_lines(by_rate, "Gbit/s", "speed-up by bandwidth", 1e9), folder, "plan-bandwidth")
+    by_ranks = {
+        name: [
+            (float(n), _gain(_at(scenario, network=net, ranks=n * scenario.ranks_per_host), machine)) for n in SCALES
+        ]
+        for name, net in LINKS.items()
+    }
+    paths = save(speedup_lines(by_ranks, "hosts", "oktopk bfloat16 by cluster size"), folder, "plan-ranks")
+    console().print(f"plots: {folder}/plan-bandwidth.*, {folder}/{paths[0].stem}.*", markup=False, soft_wrap=True)
+
+
+def _gain(scenario: Scenario, machine: Machine, wire: str = "bfloat16") -> float:
+    from oktopk.bench.planner import predict_step, speedup
+
+    return speedup(scenario, machine, predict_step(scenario, machine, "oktopk", wire))
+
+
+def _at(scenario: Scenario, **changes: Any) -> Scenario:
+    return replace(scenario, **changes)
+
+
+def _validate(path: Path) -> int:
+    from oktopk.bench.runs import read_run
+    from oktopk.bench.step import StepResult
+    from oktopk.bench.validate import Comparison, compare
+
+    header, rows = read_run(path)
+    if header.kind != "step":
+        raise ConfigError(f"{path} is a run of `oktopk bench {header.kind}`; give one of `oktopk bench step`.")
+    compared: Sequence[Comparison] = compare(header, [StepResult(**row) for row in rows])
+    shown = [
+        {"contender": c.contender, "predicted ms": round(c.predicted * 1e3), "measured ms": round(c.measured * 1e3),
+         "error": f"{c.error:+.0%}"}
+        for c in compared
+    ]  # fmt: skip
+    console().print(table(f"{header.world_size} ranks, {header.network}", shown))
+    console().print(f"worst error: {max(abs(c.error) for c in compared):.0%}")
+    return 0

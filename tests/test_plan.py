@@ -1,0 +1,175 @@
+"""The planner: its arithmetic, its advice, and its honesty about dense."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from oktopk.bench.cost_model import predict
+from oktopk.bench.machine import Machine, measure_machine
+from oktopk.bench.network import Network
+from oktopk.bench.planner import (
+    Scenario,
+    break_even,
+    expected_bytes,
+    predict_all,
+    predict_step,
+    recommend,
+    speedup,
+)
+from oktopk.bench.runs import Header, read_run, write_run
+from oktopk.bench.step import StepResult
+from oktopk.bench.validate import compare
+from oktopk.cli import main
+from oktopk.config import WIRES
+from oktopk.errors import ConfigError, DataError
+
+ALGORITHMS = ("dense", "topka", "topkdsa", "gtopk", "gaussiank", "oktopk")
+MACHINE = Machine(
+    per_entry=dict.fromkeys(ALGORITHMS, 1e-9),
+    per_pair=dict.fromkeys(WIRES, 2e-8),
+    bytes_per_pair={"float32": 5.0, "float16": 3.0, "bfloat16": 3.0, "int8": 2.0},
+    density=0.01,
+    round_seconds=2e-5,
+    stack_bytes_per_second=1e11,
+    cores=8,
+)
+SLOW = Scenario(network=Network(1e8, 1e-4))
+
+
+def test_every_algorithm_and_wire_is_predicted_fastest_first() -> None:
+    predictions = predict_all(SLOW, MACHINE)
+    assert {p.algorithm for p in predictions} == set(ALGORITHMS)
+    assert {p.wire for p in predictions if p.algorithm == "oktopk"} == set(WIRES)
+    times = [p.step_seconds for p in predictions]
+    assert times == sorted(times) and min(times) > SLOW.compute_seconds
+
+
+def test_a_slow_link_calls_for_sparse_and_a_fast_one_for_dense() -> None:
+    assert recommend(SLOW, MACHINE).startswith("use oktopk int8 at density 0.01: ")
+    assert "above" in recommend(SLOW, MACHINE) and recommend(SLOW, MACHINE).endswith("use dense.")
+    fast = replace(SLOW, network=Network(4e12, 1e-6))
+    assert recommend(fast, MACHINE).startswith("use dense: ")
+
+
+def test_at_the_break_even_both_take_equally_long() -> None:
+    border = break_even(SLOW, MACHINE, "oktopk", "bfloat16")
+    assert border is not None
+    there = replace(SLOW, network=Network(border, 1e-4))
+    assert speedup(there, MACHINE, predict_step(there, MACHINE, "oktopk", "bfloat16")) == pytest.approx(1.0, abs=0.01)
+
+
+def test_dense_over_a_slow_link_takes_the_time_its_bytes_need() -> None:
+    predicted = predict_step(SLOW, MACHINE, "dense", "float32")
+    seconds = 2 * 4 * SLOW.numel * 3 / 4 * 8 / 1e8
+    assert predicted.link_seconds == pytest.approx(seconds, rel=0.05), "headers and framing are below 5%"
+    assert predicted.step_seconds == pytest.approx(SLOW.compute_seconds + seconds, rel=0.06)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("ranks", [2, 3, 4, 16, 64])
+def test_expected_bytes_stay_below_the_bound_of_the_cost_model(algorithm: str, ranks: int) -> None:
+    scenario = replace(SLOW, ranks=ranks, bucket_bytes=1 << 40)
+    bound = predict(algorithm, scenario.numel, scenario.k, ranks).bytes_received
+    assert expected_bytes(scenario, MACHINE, algorithm, "float32") <= bound * 1.001
+
+
+def test_oktopk_stays_flat_where_topka_grows() -> None:
+    small, large = replace(SLOW, ranks=2), replace(SLOW, ranks=10_000)
+    growth = {
+        name: expected_bytes(large, MACHINE, name, "float32") / expected_bytes(small, MACHINE, name, "float32")
+        for name in ("topka", "oktopk")
+    }
+    assert growth["topka"] > 5_000
+    assert growth["oktopk"] < 20, "payload doubles; a header per peer and bucket is the rest"
+
+
+def test_latency_costs_one_wait_per_round() -> None:
+    far = replace(SLOW, network=Network(1e8, 0.05), backward_seconds=0.0, bucket_bytes=1 << 40)
+    near = replace(far, network=Network(1e8, 0.0))
+    gap = predict_step(far, MACHINE, "topka", "float32").step_seconds
+    gap -= predict_step(near, MACHINE, "topka", "float32").step_seconds
+    rounds = predict("topka", far.numel, far.k, far.ranks).rounds
+    assert gap == pytest.approx(0.05 * rounds)
+
+
+def test_ranks_of_one_host_share_its_link() -> None:
+    alone = predict_step(replace(SLOW, ranks=8), MACHINE, "oktopk", "float32")
+    shared = predict_step(replace(SLOW, ranks=8, ranks_per_host=4), MACHINE, "oktopk", "float32")
+    assert shared.link_seconds == pytest.approx(alone.link_seconds * 4 * 4 / 7, rel=0.01)
+
+
+def test_one_rank_has_nothing_to_synchronise() -> None:
+    alone = replace(SLOW, ranks=1)
+    assert predict_step(alone, MACHINE, "oktopk", "float32").step_seconds == alone.compute_seconds
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"density": 2.0}, "density"),
+        ({"ranks": 0}, "ranks"),
+        ({"ranks": 6, "ranks_per_host": 4}, "multiple"),
+        ({"backward_seconds": 9.0}, "backward"),
+    ],
+)
+def test_a_scenario_that_makes_no_sense_is_refused(changes: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        replace(SLOW, **changes)
+
+
+def test_the_machine_is_measured_in_seconds_that_make_sense() -> None:
+    machine = measure_machine(numel=1 << 18)
+    assert all(1e-12 < seconds < 1e-5 for seconds in (*machine.per_entry.values(), *machine.per_pair.values()))
+    assert machine.bytes_per_pair["float32"] > machine.bytes_per_pair["bfloat16"] > machine.bytes_per_pair["int8"] > 1
+    assert machine.stack_bytes_per_second > 1e6 and machine.round_seconds > 0
+    assert Machine(**machine.to_json()) == machine
+
+
+def test_validation_compares_each_contender_that_the_planner_knows(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    write_run(path, _header(), [_result("floor", 0.2), _result("ddp dense", 1.5), _result("oktopk bfloat16", 0.3)])
+    header, rows = read_run(path)
+    compared = compare(header, [StepResult(**row) for row in rows])
+    assert [c.contender for c in compared] == ["ddp dense", "oktopk bfloat16"]
+    assert compared[0].predicted == pytest.approx(1.5, rel=0.2)
+    assert compared[0].error == pytest.approx(compared[0].predicted / 1.5 - 1)
+
+
+def test_a_file_that_is_no_run_is_refused_with_the_command_that_makes_one(tmp_path: Path) -> None:
+    (tmp_path / "other.json").write_text("{}")
+    for path in (tmp_path / "missing.json", tmp_path / "other.json"):
+        with pytest.raises(DataError, match="oktopk bench step"):
+            read_run(path)
+
+
+def test_the_plan_command_prints_a_table_and_one_sentence(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    flags = ["--numel", "1000000", "--network", "100mbit", "--scale", "--plot", str(tmp_path)]
+    assert main(["plan", *flags]) == 0
+    out = capsys.readouterr().out
+    assert "oktopk" in out and "10000 ranks" in out
+    assert any(line.startswith("use ") and line.endswith(".") for line in out.splitlines())
+    assert {path.name for path in tmp_path.iterdir()} >= {"plan-bandwidth.png", "plan-bandwidth.svg", "plan-ranks.png"}
+
+
+def test_the_plan_command_validates_a_run(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    write_run(path, _header(), [_result("floor", 0.2), _result("oktopk int8", 0.3)])
+    assert main(["plan", "--validate", str(path)]) == 0
+    assert "worst error" in capsys.readouterr().out
+
+
+def test_the_plan_command_refuses_an_impossible_rate(capsys: pytest.CaptureFixture) -> None:
+    assert main(["plan", "--network", "fast"]) == 2
+    assert "100mbit" in capsys.readouterr().err
+
+
+def _header() -> Header:
+    costs = MACHINE.to_json()
+    return Header("step", "oktopk bench step", 4, 4, 1, "1gbit", 1e9, 0.0, True, (), {"cores": 8}, costs)
+
+
+def _result(contender: str, seconds: float) -> StepResult:
+    return StepResult(contender, seconds, seconds, seconds, 3, 1, 1, {}, 27_570_000, 0.01, 25 << 20)
