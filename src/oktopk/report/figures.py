@@ -94,7 +94,7 @@ def _loss(runs: Sequence[Run], key: str, axis: Axis, pick: Pick) -> Figure:
             series.append(Series(_name(runs, run, "training loss"), x, numbers.smooth(y), color))
         if len(runs) == 1:
             series += _validation(run, "loss", places, "validation loss", "c1")
-    caption = "Thin: every step. Thick: its running mean." if key == "step" else ""
+    caption = "Thin: as measured. Thick: its running mean." if key == "step" else ""
     title, ends = f"Loss against {_WORDS[key]}", [] if key == "step" else [0.0]
     return _lines(f"loss-{key}", title, caption, axis, Axis("loss"), series, _marks(runs, pick), ends=ends)
 
@@ -260,7 +260,7 @@ def _bounds(runs: Sequence[Run]) -> Figure:
         "Bytes against the bounds",
         caption,
         Axis("step"),
-        Axis("per step", "bytes", log=True),
+        Axis("received per step", "bytes", log=True),
         series,
         _marks(runs),
     )

@@ -151,8 +151,8 @@ def thin(x: Sequence[float], y: Sequence[float], most: int = 240) -> Points:
 
 
 def smooth(y: Sequence[float]) -> list[float]:
-    """A mean over a window of about a twentieth of the points, centred where there is room."""
-    reach = max(1, len(y) // 40)
+    """A mean over a window of about a thirtieth of the points, centred where there is room."""
+    reach = max(1, len(y) // 60)
     return [fmean(y[max(0, n - reach) : n + reach + 1]) for n in range(len(y))]
 
 

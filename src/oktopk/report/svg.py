@@ -70,10 +70,11 @@ class Drawing:
 def draw_lines(chart: Chart) -> Drawing:
     """Lines, points and references over one x axis."""
     x_scale = chart.x_scale or tight([x for series in chart.series for x in series.x])
-    y_scale = _y_scale(chart.y, [y for series in chart.series for y in series.y])
+    y_scale = _y_scale(chart.y, [y for series in chart.series for y in _typical(series)])
     parts = _axes(chart.x, chart.y, x_scale, y_scale)
-    parts += [part for marker in chart.markers for part in _marker(marker, x_scale)]
+    parts += [_mark_line(marker, x_scale) for marker in chart.markers]
     parts += [part for series in chart.series for part in _series(series, x_scale, y_scale)]
+    parts += [_mark_word(marker, x_scale) for marker in chart.markers]
     shown = [series for series in chart.series if series.style != "faint"]
     return Drawing(
         _svg(parts, HEIGHT),
@@ -95,7 +96,7 @@ def draw_stack(x: Axis, y: Axis, series: Sequence[Series], markers: Sequence[Mar
     for one, top in reversed(list(zip(series, tops, strict=True))):
         outline = Series(one.name, one.x, top, one.color, "area")
         parts += _series(outline, x_scale, y_scale)
-    parts += [part for marker in markers for part in _marker(marker, x_scale)]
+    parts += [draw(marker, x_scale) for marker in markers for draw in (_mark_line, _mark_word)]
     chart = Chart(x, y, series, markers, x_scale=x_scale)
     hover = _hover(chart, series, x_scale, y_scale)
     return Drawing(
@@ -222,15 +223,24 @@ def _y_scale(axis: Axis, values: Sequence[float]) -> Scale:
     return scale_for([*values, *axis.include], axis.log, axis.zero)
 
 
-def _marker(marker: Marker, scale: Scale) -> list[str]:
-    plot = _Plot()
-    x = plot.at_x(scale, marker.x)
-    right = x > WIDTH * 0.7
-    text = (
-        f'<text class="mark" x="{x - 4 if right else x + 4}" y="{TOP + 9}" text-anchor="{"end" if right else "start"}">'
-    )
-    line = f'<line class="mark" style="stroke:var(--{marker.color})" x1="{x}" x2="{x}" y1="{TOP}" y2="{plot.bottom}"/>'
-    return [line, f"{text}{escape(marker.label)}</text>"] if marker.label else [line]
+def _mark_line(marker: Marker, scale: Scale) -> str:
+    x = _Plot().at_x(scale, marker.x)
+    style = f"stroke:var(--{marker.color})"
+    return f'<line class="mark" style="{style}" x1="{x}" x2="{x}" y1="{TOP}" y2="{_Plot().bottom}"/>'
+
+
+def _mark_word(marker: Marker, scale: Scale) -> str:
+    x = _Plot().at_x(scale, marker.x)
+    shift, anchor = (-4, "end") if x > WIDTH * 0.7 else (4, "start")
+    return f'<text class="mark" x="{x + shift}" y="{TOP - 4}" text-anchor="{anchor}">{escape(marker.label)}</text>'
+
+
+def _typical(series: Series) -> Sequence[float]:
+    """What the range of a chart must hold: of thin background lines all but the outermost, which are cut off."""
+    if series.style != "faint" or len(series.y) < 20:
+        return series.y
+    ordered = sorted(series.y)
+    return ordered[len(ordered) // 50 : -(len(ordered) // 50) or None]
 
 
 def _series(series: Series, x_scale: Scale, y_scale: Scale) -> list[str]:
