@@ -1,0 +1,174 @@
+"""Benchmarks: real processes, numbers that add up, a page that says what was measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from oktopk.bench import models
+from oktopk.bench.allreduce import AllreduceResult, Sweep, bench_allreduce
+from oktopk.bench.cluster import Place, missing_for_emulation, namespaces, open_place
+from oktopk.bench.contenders import EVERYONE, require_known
+from oktopk.bench.network import Network
+from oktopk.bench.overlap import OverlapBench, OverlapResult, bench_overlap
+from oktopk.bench.page import write_page
+from oktopk.bench.runs import header, write_run
+from oktopk.bench.step import StepBench, StepResult, bench_step, best
+from oktopk.bench.targets import targets
+from oktopk.cli import main
+from oktopk.errors import ConfigError
+
+needs_root = pytest.mark.skipif(missing_for_emulation() is not None, reason="no emulated network here")
+NUMEL = 40_000
+
+
+@pytest.mark.parametrize("numel", [16, 100, 4_097, 1_000_003, 27_570_000])
+def test_the_stand_in_has_exactly_the_parameters_asked_for(numel: int) -> None:
+    with torch.device("meta"):
+        model = models.Synthetic(numel)
+    assert sum(parameter.numel() for parameter in model.parameters()) == numel
+
+
+def test_every_parameter_of_the_stand_in_gets_a_gradient() -> None:
+    model, loss = models.synthetic(5_000, rank=0)
+    loss(model).backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
+
+
+def test_a_workload_can_be_measured_too() -> None:
+    model, loss = models.workload("ptb:small", rank=0, world_size=2)
+    loss(model).backward()
+    assert any(p.grad is not None for p in model.parameters())
+
+
+def test_an_unknown_contender_is_refused_before_anything_starts() -> None:
+    require_known(EVERYONE)
+    require_known(["gtopk bfloat16", "topka int8 fused"])
+    with pytest.raises(ConfigError, match="Did you mean 'oktopk bfloat16'"):
+        require_known(["oktopk bfloat"])
+    with pytest.raises(ConfigError, match="floor"):
+        StepBench(contenders=("ddp dense",))
+
+
+@needs_root
+def test_steps_are_measured_side_by_side_and_the_kernel_agrees_with_our_meter() -> None:
+    contenders = ("floor", "ddp dense", "ddp fp16", "powersgd 1", "oktopk float32", "oktopk bfloat16 fused")
+    bench = StepBench(numel=NUMEL, contenders=contenders, seconds=0.2, repeats=1)
+    with open_place(2, Network.parse("1gbit")) as place:
+        results = {r.contender: r for r in bench_step(place, bench)}
+    assert tuple(results) == contenders
+    assert results["floor"].overhead_seconds == 0.0 and results["ddp dense"].speedup == 1.0
+    dense = results["ddp dense"]
+    assert dense.bytes_sent == 4 * NUMEL
+    # Headers of frames and of Gloo, acknowledgements, and the barrier before each step.
+    assert dense.bytes_sent < dense.wire_bytes < 1.25 * dense.bytes_sent
+    sparse = results["oktopk float32"]
+    assert sparse.bytes_sent < sparse.wire_bytes < sparse.bytes_sent + 12_000
+    assert sparse.wire_bytes < dense.wire_bytes / 4
+
+
+@needs_root
+def test_two_ranks_on_a_host_share_its_counter() -> None:
+    bench = StepBench(numel=NUMEL, contenders=("floor", "ddp dense"), seconds=0.2, repeats=1)
+    with open_place(2, Network(None), per_host=2) as place:
+        results = {r.contender: r for r in bench_step(place, bench)}
+    ring = 2 * 4 * NUMEL * 3 / 4
+    assert 0.3 * ring < results["ddp dense"].wire_bytes < 1.1 * ring, "one of two ring neighbours is on the same host"
+
+
+def test_the_collective_alone_stays_between_its_bounds() -> None:
+    sweep = Sweep((100_000,), (0.01,), (2,), ("topka", "oktopk"), ("float32",), repeats=2)
+    results = {r.algorithm: r for r in bench_allreduce(Place(2), sweep)}
+    # 32-bit values and about 8 bits of index, once for topka; a histogram of 5 kB comes on top for oktopk.
+    assert 2.0 < results["topka"].words_over_k < 2.0 * 2
+    assert 2.0 < results["oktopk"].words_over_k < 6.0
+    assert results["oktopk"].phases["exchange"] > 0 and results["oktopk"].rounds > results["topka"].rounds
+
+
+def test_a_world_larger_than_the_place_is_refused() -> None:
+    with pytest.raises(ConfigError, match="2 to 2"):
+        bench_allreduce(Place(2), Sweep(world_sizes=(4,)))
+
+
+def test_overlap_is_measured_both_ways() -> None:
+    result = bench_overlap(Place(2), OverlapBench(numel=NUMEL, batch=4, bucket_cap_mb=0.05, steps=2))
+    assert result.buckets >= 2 and min(result.overlapped, result.serialised, result.floor) > 0
+
+
+def test_hidden_is_the_part_that_overlap_saves() -> None:
+    assert OverlapResult(overlapped=1.25, serialised=2.0, floor=1.0, buckets=4).hidden == pytest.approx(0.75)
+
+
+def test_the_best_round_counts_with_overhead_and_speedup() -> None:
+    rounds = [_step("floor", 0.2), _step("ddp dense", 2.2), _step("oktopk int8", 0.5), _step("oktopk int8", 0.4)]
+    by = {r.contender: r for r in best(rounds)}
+    assert by["oktopk int8"].overhead_seconds == pytest.approx(0.2)
+    assert by["oktopk int8"].speedup == pytest.approx(5.5)
+
+
+def test_targets_are_ratios_of_overheads() -> None:
+    rows = best([_step("floor", 0.1), _step("ddp dense", 1.5), _step("powersgd 1", 0.9), _step("oktopk int8", 0.2)])
+    volumes = [_volume(size, size * 1.0, name) for name in ("topka", "oktopk") for size in (2, 16)]
+    found = {t.figure: t for t in targets({"1gbit": rows}, volumes, [0.1, 0.4])}
+    assert found["overhead of DDP dense / oktopk int8, 1gbit"].measured == pytest.approx(14)
+    assert found["overhead of DDP dense / oktopk int8, 1gbit"].holds
+    assert found["overhead of PowerSGD rank 1 / oktopk int8, 1gbit"].measured == pytest.approx(8)
+    assert not found["plan against measured step times, worst error"].holds
+
+
+def test_the_page_has_machine_commands_spread_and_plots(tmp_path: Path) -> None:
+    steps = best([_step("floor", 0.1), _step("ddp dense", 1.5), _step("oktopk bfloat16", 0.2)])
+    costs = {
+        "per_entry": {"dense": 1e-9, "oktopk": 1e-9, **dict.fromkeys(("topka", "topkdsa", "gtopk", "gaussiank"), 1e-9)},
+        "per_pair": dict.fromkeys(("float32", "float16", "bfloat16", "int8"), 1e-8),
+        "bytes_per_pair": {"float32": 5.0, "float16": 3.0, "bfloat16": 3.0, "int8": 2.0},
+        "density": 0.01, "round_seconds": 1e-5, "stack_bytes_per_second": 1e9, "cores": 2,
+    }  # fmt: skip
+    place = Place(4, Network(1e9), notes=("a note for readers",))
+    emulated = type("Emulated", (Place,), {"emulated": True})(**vars(place))
+    write_run(tmp_path / "bench" / "step-1gbit.jsonl", header("step", "oktopk bench step", emulated, costs), steps)
+    volumes = [_volume(size, size / 2, name) for name in ("topka", "oktopk") for size in (2, 16)]
+    write_run(tmp_path / "bench" / "scaling.jsonl", header("scaling", "oktopk bench scaling", place), volumes)
+    write_run(tmp_path / "bench" / "allreduce.jsonl", header("allreduce", "oktopk bench allreduce", place), volumes)
+    overlap = OverlapResult(overlapped=1.2, serialised=2.0, floor=1.0, buckets=4)
+    write_run(tmp_path / "bench" / "overlap.jsonl", header("overlap", "oktopk bench overlap", place), [overlap])
+    page = write_page(tmp_path, "oktopk bench all").read_text()
+    for expected in ("oktopk bench step", "a note for readers", "processor", "spread", "80%", "10000", "missed"):
+        assert expected in page
+    images = {path.name for path in (tmp_path / "img").iterdir()}
+    assert {f"bench-{n}.{e}" for n in ("step-1gbit", "scaling", "plan", "scale") for e in ("png", "svg")} <= images
+    assert "nan" not in page.lower().replace("nanos", "")
+
+
+@needs_root
+def test_the_step_command_prints_a_table_and_leaves_nothing_behind(
+    capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    before = namespaces()
+    flags = ["--hosts", "2", "--network", "1gbit", "--numel", "20000", "--seconds", "0.1", "--repeats", "1"]
+    outputs = ["--json", str(tmp_path / "run.jsonl"), "--plot", str(tmp_path)]
+    assert main(["bench", "step", *flags, *outputs, "--contenders", "floor", "ddp dense", "oktopk int8"]) == 0
+    out = capsys.readouterr().out
+    assert "by the kernel" in out and "oktopk int8" in out
+    assert (tmp_path / "step-1gbit.svg").is_file()
+    assert main(["plan", "--validate", str(tmp_path / "run.jsonl")]) == 0
+    assert namespaces() == before
+
+
+@pytest.mark.parametrize(
+    "flags", [["--network", "9999gbit"], ["--hosts", "300"], ["--contenders", "floor", "nonsense"], ["--repeats", "0"]]
+)
+def test_bad_flags_of_the_step_command_end_with_a_message(flags: list[str], capsys: pytest.CaptureFixture) -> None:
+    assert main(["bench", "step", *flags]) == 2
+    assert "error" in capsys.readouterr().err
+
+
+def _step(contender: str, seconds: float) -> StepResult:
+    return StepResult(contender, seconds, seconds, seconds, 3, 100, 110, {}, 27_570_000, 0.01, 25 << 20)
+
+
+def _volume(world_size: int, nbytes: float, algorithm: str = "oktopk") -> AllreduceResult:
+    phases = {"select": 0.1}
+    return AllreduceResult(algorithm, "float32", 1000, 0.01, world_size, 1.0, 0.9, 1.1, phases, nbytes, 9, 3, 4, 10)
