@@ -9,6 +9,7 @@
 from oktopk.algorithms import ALGORITHMS
 from oktopk.config import PAPER_BERT, PAPER_LSTM, PAPER_VGG
 from oktopk.errors import OkTopkError
+from oktopk.front_ends.ddp import HookState, hook, register
 from oktopk.metrics import StepRecord
 from oktopk.reducer import Reducer, sparse_allreduce
 from oktopk.schedule import exponential_warmup
@@ -21,11 +22,14 @@ __all__ = [
     "PAPER_BERT",
     "PAPER_LSTM",
     "PAPER_VGG",
+    "HookState",
     "OkTopkError",
     "Reduced",
     "Reducer",
     "SparseVector",
     "StepRecord",
     "exponential_warmup",
+    "hook",
+    "register",
     "sparse_allreduce",
 ]

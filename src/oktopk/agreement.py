@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
 from hashlib import blake2b
 
 import torch
@@ -26,6 +27,7 @@ class Terms:
     configuration: str
     finite: bool
     fault: OkTopkError | None  # why this rank cannot take part
+    unused: frozenset[str] = frozenset()  # names that took no part in this rank's backward
 
     def words(self) -> list[int]:
         compared = [
@@ -36,7 +38,7 @@ class Terms:
             self.k,
             _digest(self.configuration),
         ]
-        return [*compared, int(self.finite), int(self.fault is not None)]
+        return [*compared, int(bool(self.unused)), int(self.finite), int(self.fault is not None)]
 
     def describe(self, field: str) -> str:
         shown = {
@@ -50,11 +52,19 @@ class Terms:
         return f"{field} here: {_short(shown[field])}"
 
 
-AGREEMENT_WORDS = len(_FIELDS) + 2
+@dataclass(frozen=True)
+class Agreement:
+    """What all ranks know after comparing their terms."""
+
+    skip: bool  # some gradient is not finite, and the policy is to skip
+    unused: frozenset[str] = frozenset()  # names that took no part on any rank
 
 
-def check_terms(mine: Terms, transport: Transport, on_nonfinite: str) -> bool:
-    """Whether this step is to be skipped; raises the same kind of error on every rank when it cannot be done."""
+AGREEMENT_WORDS = len(_FIELDS) + 3
+
+
+def check_terms(mine: Terms, transport: Transport, on_nonfinite: str) -> Agreement:
+    """Compare terms; raises the same kind of error on every rank when the reduction cannot be done."""
     everyone = transport.agree(mine.words())
     if mine.fault is not None:
         raise mine.fault
@@ -68,7 +78,26 @@ def check_terms(mine: Terms, transport: Transport, on_nonfinite: str) -> bool:
                 f"{_ranks(differing)} differ from rank 0 in {field}; {mine.describe(field)}. "
                 "Every rank must reduce the same tensors in the same order with the same settings."
             )
-    return _check_finite(everyone, on_nonfinite)
+    skip = _check_finite(everyone, on_nonfinite)
+    return Agreement(skip, _agree_on_unused(mine, transport) if any(words[-3] for words in everyone) else frozenset())
+
+
+def _agree_on_unused(mine: Terms, transport: Transport) -> frozenset[str]:
+    """The names that every rank says were unused, in a second round that ranks only make when one has any."""
+    names = [name for name, _ in mine.layout]
+    bits = [sum(1 << bit for bit, name in enumerate(part) if name in mine.unused) for part in _chunks(names)]
+    everyone = transport.agree(bits)
+    common = [reduce(int.__and__, words) for words in zip(*everyone, strict=True)]
+    return frozenset(
+        name
+        for part, word in zip(_chunks(names), common, strict=True)
+        for bit, name in enumerate(part)
+        if word >> bit & 1
+    )
+
+
+def _chunks(names: list[str], size: int = 62) -> list[list[str]]:
+    return [names[start : start + size] for start in range(0, len(names), size)]
 
 
 def _check_finite(everyone: list[list[int]], on_nonfinite: str) -> bool:

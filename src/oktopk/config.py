@@ -82,6 +82,8 @@ class ReducerConfig:
     wire: str = "float32"  # how values travel: float32, float16, bfloat16, int8; rounding stays in the residual
     min_numel: int = 1024  # tensors smaller than this go dense: latency, not volume, is their cost
     on_nonfinite: Literal["raise", "skip"] = "raise"  # skip: return a non-finite gradient, leave residuals alone
+    momentum_correction: float = 0.0  # momentum applied before sending; then the optimizer's must be 0 (DGC: 0.9)
+    factor_masking: bool = False  # stop the momentum of entries just sent; less staleness, with momentum_correction
 
     def __post_init__(self) -> None:
         for density in self.density.values() if isinstance(self.density, Mapping) else [self.density]:
@@ -94,6 +96,10 @@ class ReducerConfig:
             raise ConfigError(f"min_numel must be 0 or more, got {self.min_numel}.")
         if self.wire not in WIRES:
             raise ConfigError(f"unknown wire format {self.wire!r}. {nearest(str(self.wire), WIRES)}")
+        if not 0.0 <= self.momentum_correction < 1.0:
+            raise ConfigError(f"momentum_correction must be in [0, 1), got {self.momentum_correction}.")
+        if self.factor_masking and not self.momentum_correction:
+            raise ConfigError("factor_masking masks the momentum of momentum_correction: set that too, e.g. to 0.9.")
         if self.on_nonfinite not in ("raise", "skip"):
             raise ConfigError(f"on_nonfinite must be 'raise' or 'skip', got {self.on_nonfinite!r}.")
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -15,81 +16,128 @@ Layout = tuple[tuple[str, int], ...]  # (parameter name, numel) in the order the
 
 
 class Feedback:
-    """Residuals, keyed by parameter name and stored flat in the layout they were last used in.
+    """Residuals, and with `momentum` the velocities of Deep Gradient Compression, by parameter name.
 
-    DDP re-arranges its buckets after the first iterations: when a name turns up in another layout, its residual moves
-    there with it.
+    Momentum correction applies momentum before an entry is sent, so that what waits in the residual has had its
+    momentum too. Masking stops the momentum of entries that have just been sent.
     """
 
-    def __init__(self, kernels: Kernels) -> None:
+    def __init__(self, kernels: Kernels, momentum: float = 0.0, masking: bool = False) -> None:
         self._kernels = kernels
-        self._flat: dict[Layout, Tensor] = {}
-        self._home: dict[str, Layout] = {}
+        self._momentum, self._masking = momentum, masking
+        self._residuals, self._velocities = ByName(), ByName()
         self._energy: dict[Layout, float] = {}  # sum of squares
 
     def compensate(self, layout: Layout, grad: Tensor) -> Tensor:
         """The gradient plus what is owed. The result is the residual itself: `retain` says what left it."""
-        residual = self._residual(layout, grad)
-        self._energy[layout] = self._kernels.accumulate_(residual, grad)
+        residual = self._residuals.get(layout, grad)
+        self._energy[layout] = self._kernels.accumulate_(residual, self._with_momentum(layout, grad))
         return residual
 
     def retain(self, layout: Layout, sent: Vector | None) -> None:
         """Everything not in `sent` stays owed."""
-        residual = self._flat[layout]
+        residual = self._residuals.flat(layout)
         if sent is None:
             residual.zero_()
             self._energy[layout] = 0.0
         elif isinstance(sent, SparseVector):
             self._energy[layout] += self._kernels.retain_(residual, sent)
+            if self._masking:
+                self._velocities.flat(layout)[sent.indices.long()] = 0.0
         else:
             residual.sub_(sent)
             self._energy[layout] = float(residual.double().square().sum())
 
     def owes(self, layout: Layout) -> bool:
-        """Whether any parameter of this layout has a residual."""
-        return any(name in self._home for name, _ in layout)
+        """Whether a gradient of this layout must be compensated."""
+        return self._momentum > 0.0 or any(name in self._residuals for name, _ in layout)
 
     def norm(self, layout: Layout) -> float:
         return math.sqrt(max(0.0, self._energy.get(layout, 0.0)))
 
     def scale_(self, factor: float) -> None:
-        """Multiply every residual: the unit of the gradient has changed."""
-        for layout, residual in self._flat.items():
-            residual.mul_(factor)
-            self._energy[layout] = self._energy.get(layout, 0.0) * factor * factor
+        """Multiply everything: the unit of the gradient has changed."""
+        self._residuals.scale_(factor)
+        self._velocities.scale_(factor)
+        self._energy = {layout: energy * factor * factor for layout, energy in self._energy.items()}
+
+    @contextmanager
+    def withheld(self, layout: Layout, names: Collection[str]) -> Iterator[None]:
+        """Let the residuals of `names` sit out a reduction: nobody would receive what they pay."""
+        if not names:
+            yield
+            return
+        held = self._residuals.take(names), self._velocities.take(names)
+        yield
+        self._residuals.give_back(held[0])
+        self._velocities.give_back(held[1])
+        energy = sum(float(residual.double().square().sum()) for residual in held[0].values())
+        self._energy[layout] = self._energy.get(layout, 0.0) + energy
+
+    def remember(self, layout: Layout, grad: Tensor) -> None:
+        """Keep a copy, for `undo`."""
+        self._residuals.remember(layout, grad)
+        if self._momentum:
+            self._velocities.remember(layout, grad)
+
+    def undo(self) -> None:
+        """Put everything back as it was when remembered."""
+        self._residuals.undo()
+        self._velocities.undo()
+
+    def forget(self) -> None:
+        """What was remembered is no longer needed."""
+        self._residuals.remembered.clear()
+        self._velocities.remembered.clear()
 
     def state_dict(self) -> dict[str, Tensor]:
         """A flat copy of every residual, by parameter name."""
-        return {name: self._view(name).clone() for name in self._home}
+        return self._residuals.state_dict()
 
-    def load_state_dict(self, residuals: Mapping[str, Tensor]) -> None:
+    def velocities(self) -> dict[str, Tensor]:
+        """A flat copy of every velocity, by parameter name."""
+        return self._velocities.state_dict()
+
+    def load_state_dict(self, residuals: Mapping[str, Tensor], velocities: Mapping[str, Tensor] | None = None) -> None:
         """Replace everything; each name moves into its bucket when that is next reduced."""
-        self._flat, self._home, self._energy = {}, {}, {}
-        for name, residual in residuals.items():
-            layout = ((name, residual.numel()),)
-            self._flat[layout] = residual.detach().clone().flatten()
+        self._residuals, self._velocities, self._energy = ByName(residuals), ByName(velocities or {}), {}
+
+    def _with_momentum(self, layout: Layout, grad: Tensor) -> Tensor:
+        if not self._momentum:
+            return grad
+        return self._velocities.get(layout, grad).mul_(self._momentum).add_(grad)
+
+
+class ByName:
+    """A vector per parameter, stored flat in the layout it was last used in.
+
+    DDP re-arranges its buckets after the first iterations: when a name turns up in another layout, its vector moves
+    there with it.
+    """
+
+    def __init__(self, vectors: Mapping[str, Tensor] | None = None) -> None:
+        self._flat: dict[Layout, Tensor] = {}
+        self._home: dict[str, Layout] = {}
+        self.remembered: dict[Layout, Tensor] = {}
+        for name, vector in (vectors or {}).items():
+            layout = ((name, vector.numel()),)
+            self._flat[layout] = vector.detach().clone().flatten()
             self._home[name] = layout
 
-    def _residual(self, layout: Layout, grad: Tensor) -> Tensor:
-        residual = self._flat.get(layout)
-        if residual is None or residual.dtype != residual_dtype(grad.dtype):
-            residual = self._move_into(layout, grad)
-        return residual
+    def __contains__(self, name: str) -> bool:
+        return name in self._home
 
-    def _move_into(self, layout: Layout, grad: Tensor) -> Tensor:
-        residual = torch.zeros(grad.numel(), dtype=residual_dtype(grad.dtype), device=grad.device)
-        start = 0
-        for name, numel in layout:
-            if name in self._home:
-                residual[start : start + numel] = self._view(name)
-            start += numel
-        self._home |= dict.fromkeys((name for name, _ in layout), layout)
-        self._flat[layout] = residual
-        in_use = set(self._home.values())
-        self._flat = {known: flat for known, flat in self._flat.items() if known in in_use}
-        return residual
+    def get(self, layout: Layout, like: Tensor) -> Tensor:
+        """The flat vector of a layout, gathered from wherever its parts are; zeros for names not seen before."""
+        flat = self._flat.get(layout)
+        if flat is None or flat.dtype != residual_dtype(like.dtype):
+            flat = self._move_into(layout, like)
+        return flat
 
-    def _view(self, name: str) -> Tensor:
+    def flat(self, layout: Layout) -> Tensor:
+        return self._flat[layout]
+
+    def view(self, name: str) -> Tensor:
         layout = self._home[name]
         start = 0
         for other, numel in layout:
@@ -97,6 +145,45 @@ class Feedback:
                 return self._flat[layout][start : start + numel]
             start += numel
         raise AssertionError(f"{name} is not in its own layout")
+
+    def take(self, names: Collection[str]) -> dict[str, Tensor]:
+        """A copy of the vectors of `names`, which are zero from now on."""
+        taken = {name: self.view(name).clone() for name in names if name in self}
+        for name in taken:
+            self.view(name).zero_()
+        return taken
+
+    def give_back(self, taken: Mapping[str, Tensor]) -> None:
+        for name, vector in taken.items():
+            self.view(name).copy_(vector)
+
+    def scale_(self, factor: float) -> None:
+        for flat in self._flat.values():
+            flat.mul_(factor)
+
+    def remember(self, layout: Layout, like: Tensor) -> None:
+        self.remembered[layout] = self.get(layout, like).clone()
+
+    def undo(self) -> None:
+        for layout, flat in self.remembered.items():
+            self._flat[layout].copy_(flat)
+        self.remembered.clear()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {name: self.view(name).clone() for name in self._home}
+
+    def _move_into(self, layout: Layout, like: Tensor) -> Tensor:
+        moved = torch.zeros(like.numel(), dtype=residual_dtype(like.dtype), device=like.device)
+        start = 0
+        for name, numel in layout:
+            if name in self._home:
+                moved[start : start + numel] = self.view(name)
+            start += numel
+        self._home |= dict.fromkeys((name for name, _ in layout), layout)
+        self._flat[layout] = moved
+        in_use = set(self._home.values())
+        self._flat = {known: flat for known, flat in self._flat.items() if known in in_use}
+        return moved
 
 
 def residual_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import logging
-import queue
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from oktopk.agreement import Terms, check_terms
+from oktopk.agreement import Agreement, Terms, check_terms
 from oktopk.algorithms import ALGORITHMS, Algorithm
+from oktopk.algorithms.base import less
 from oktopk.algorithms.dense import Dense
 from oktopk.collectives import Tools
+from oktopk.communication import Agreed, CommunicationThread
 from oktopk.config import DenseConfig, Density, ReducerConfig, split_options
 from oktopk.errors import CheckpointError, CommunicationError, ConfigError, OkTopkError, UnsupportedError, nearest
 from oktopk.feedback import Feedback, Layout, residual_dtype
+from oktopk.grouping import Grouping
 from oktopk.kernels import choose
 from oktopk.metrics import Clock, Sink, StepRecord, merge, timed
 from oktopk.schedule import Schedule
@@ -30,6 +32,7 @@ from oktopk.wire import Wire
 
 log = logging.getLogger("oktopk")
 
+T = TypeVar("T")
 FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 _KERNEL_PHASES = {
@@ -90,13 +93,17 @@ class Reducer:
         rounding = timed(Wire(self.config.wire), self._clock, phases)
         self._tools = Tools(self._transport, rounding, exact, kernels)
         self._dense = Dense(DenseConfig(), Tools(self._transport, exact, exact, kernels))
-        self.feedback = Feedback(kernels)
+        self.feedback = Feedback(kernels, self.config.momentum_correction, self.config.factor_masking)
+        self.grouping = Grouping()
+        self.unused: set[str] = set()  # names that took no part on any rank when they were last reduced
+        self._gradient_scale = 1.0
+        self._open_step, self._skipped_step = -1, -1
         self._algorithms: dict[Layout, Algorithm] = {}
         self._loaded_algorithms: dict[str, Mapping[str, Any]] = {}
         self._steps: dict[str, int] = {}
         self._shapes: dict[str, torch.Size] = {}
         self._records: list[StepRecord] = []
-        self._thread = _CommunicationThread(self._describe_fault, self._transport)
+        self._thread = CommunicationThread(self._transport, lambda: (self.step, self._clock.last))
 
     # -- reducing ------------------------------------------------------------------------------------------------
 
@@ -104,15 +111,39 @@ class Reducer:
         """The mean over ranks of `grad` and what is owed to `name`. Blocks; `grad` stays as it is."""
         self._shapes[name] = grad.shape
         flat = grad.detach().reshape(-1).clone()
-        return self._thread.run(lambda: self._reduce_([(name, flat.numel())], flat)).view(grad.shape)
+        return self.submit([(name, flat.numel())], flat).wait().view(grad.shape)
 
-    def submit(self, layout: Sequence[tuple[str, int]], flat: Tensor) -> torch.futures.Future[Tensor]:
+    def submit(
+        self, layout: Sequence[tuple[str, int]], flat: Tensor, unused: Collection[str] = ()
+    ) -> torch.futures.Future[Tensor]:
         """Reduce a flat bucket of several parameters in place, on the communication thread.
 
         `layout` lists (name, numel) in the order they lie in `flat`. Buckets are reduced in the order of submission,
-        which must be the same on all ranks.
+        which must be the same on all ranks. `unused` names parameters that took no part in this rank's backward: one
+        that is unused on every rank keeps its residual, and its mean is zero.
         """
-        return self._thread.submit(lambda: self._reduce_(layout, flat))
+        wait = _after_writes_to(flat)
+
+        def work() -> Tensor:
+            with wait():
+                return self._reduce_(layout, flat, frozenset(unused))
+
+        return self._thread.submit(work, flat.device)
+
+    def communicate(self, work: Callable[[Transport], T]) -> T:
+        """Run `work(transport)` on the communication thread, after all that was submitted. Every rank must do it."""
+        return self._thread.run(lambda: work(self._transport))
+
+    def set_gradient_scale(self, scale: float) -> None:
+        """Say in which unit gradients come from now on, as a GradScaler sets it: residuals follow."""
+        if not scale > 0.0:
+            raise ConfigError(f"the gradient scale must be above 0, got {scale}.")
+        self._thread.run(lambda: self._rescale(scale))
+
+    def _rescale(self, scale: float) -> None:
+        if scale != self._gradient_scale:
+            self.feedback.scale_(scale / self._gradient_scale)
+            self._gradient_scale = scale
 
     @property
     def step(self) -> int:
@@ -126,22 +157,59 @@ class Reducer:
             raise OkTopkError("nothing has been reduced yet: last_step exists after the first reduce.")
         return merge(self._records)
 
-    def _reduce_(self, pairs: Sequence[tuple[str, int]], flat: Tensor) -> Tensor:
+    def _reduce_(self, pairs: Sequence[tuple[str, int]], flat: Tensor, unused: frozenset[str]) -> Tensor:
         layout: Layout = tuple((str(name), int(numel)) for name, numel in pairs)
+        groups = self.grouping.split(layout)
+        if groups == [layout]:
+            return self._reduce_group_(layout, flat, unused)
+        views = dict(zip((name for name, _ in layout), flat.split([numel for _, numel in layout]), strict=True))
+        for group in groups:
+            members = [views[name] for name, _ in group]
+            mean = self._reduce_group_(group, torch.cat(members), unused)
+            for member, part in zip(members, mean.split([numel for _, numel in group]), strict=True):
+                member.copy_(part)
+        return flat
+
+    def _reduce_group_(self, layout: Layout, flat: Tensor, unused: frozenset[str]) -> Tensor:
         self._restart_meters()
         step = max((self._steps.get(name, 0) for name, _ in layout), default=0)
         is_sparse = self._is_sparse(step, flat.numel())
         k = self.schedule.k_at(step, flat.numel()) if is_sparse else flat.numel()
-        skip = self._agree(layout, flat, step, k)
+        agreed = self._agree(layout, flat, step, k, unused & {name for name, _ in layout})
+        skip = self._follow_step(step, agreed.skip)
         if skip:
             reduced = Reduced(flat.fill_(float("nan")), flat, Stats(0, 0))
-        elif is_sparse or self._is_rounding_dense(step):
-            reduced = self._reduce_with_feedback_(layout, flat, k)
         else:
-            reduced = self._reduce_dense_(layout, flat)
+            reduced = self._reduce_used_(layout, flat, k, is_sparse or self._is_rounding_dense(step), agreed.unused)
         self._steps |= dict.fromkeys((name for name, _ in layout), step + 1)
         self._record(layout, flat, step, k, is_sparse, reduced, skip)
         return flat
+
+    def _follow_step(self, step: int, skip: bool) -> bool:
+        """Whether to skip: a step with a non-finite bucket is skipped whole, those already reduced are undone."""
+        if step != self._open_step:
+            self._open_step = step
+            self.feedback.forget()
+        if skip and step != self._skipped_step:
+            self._skipped_step = step
+            self.feedback.undo()
+        return step == self._skipped_step
+
+    def _reduce_used_(
+        self, layout: Layout, flat: Tensor, k: int, with_feedback: bool, unused: frozenset[str]
+    ) -> Reduced:
+        """Reduce a finite bucket, of which the `unused` parameters take no part."""
+        names = {name for name, _ in layout}
+        self.unused = (self.unused - names) | unused
+        if self.config.on_nonfinite == "skip" and (with_feedback or self.feedback.owes(layout)):
+            self.feedback.remember(layout, flat)
+        for (name, _), part in zip(layout, flat.split([numel for _, numel in layout]), strict=True):
+            if name in unused:
+                part.zero_()
+        with self.feedback.withheld(layout, unused):
+            if with_feedback:
+                return self._reduce_with_feedback_(layout, flat, k)
+            return self._reduce_dense_(layout, flat)
 
     def _is_sparse(self, step: int, numel: int) -> bool:
         if self._algorithm_class is Dense or self.schedule.is_warmup(step):
@@ -152,21 +220,30 @@ class Reducer:
         """Dense by choice over a wire that rounds: the rounding error must stay owed. Warm-up is exact."""
         return self._algorithm_class is Dense and self._tools.is_rounding and not self.schedule.is_warmup(step)
 
-    def _agree(self, layout: Layout, flat: Tensor, step: int, k: int) -> bool:
-        """Whether to skip; raises on every rank when ranks differ, or when one of them has a bad gradient."""
+    def _agree(self, layout: Layout, flat: Tensor, step: int, k: int, unused: frozenset[str]) -> Agreement:
+        """Compare notes; raises on every rank when ranks differ, or when one of them has a bad gradient."""
         fault = _refusal(layout, flat)
         finite = fault is None and self._tools.kernels.all_finite(flat)
-        mine = Terms(layout, flat.dtype, step, k, self._digestible(), finite, fault)
-        return check_terms(mine, self._transport, self.config.on_nonfinite)
+        mine = Terms(layout, flat.dtype, step, k, self._digestible(), finite, fault, unused)
+        try:
+            return check_terms(mine, self._transport, self.config.on_nonfinite)
+        except (CommunicationError, Agreed):
+            raise
+        except OkTopkError as error:
+            raise Agreed(error) from error
 
     def _reduce_with_feedback_(self, layout: Layout, flat: Tensor, k: int) -> Reduced:
         acc = self.feedback.compensate(layout, flat)
         reduced = self._algorithm_for(layout).reduce(acc, k)
-        self.feedback.retain(layout, reduced.sent)
+        sent = reduced.sent
         if isinstance(reduced.mean, SparseVector):
-            self._tools.kernels.fill_(flat, reduced.mean, 1.0)
+            mean, lost = _rounded(reduced.mean, flat.dtype)
+            self._tools.kernels.fill_(flat, mean, 1.0)
+            # Each rank keeps what the rounding of the mean took: summed over ranks, that is all of it.
+            sent = less(sent, lost) if lost is not None and isinstance(sent, SparseVector) else sent
         else:
             flat.copy_(reduced.mean)
+        self.feedback.retain(layout, sent)
         return reduced
 
     def _reduce_dense_(self, layout: Layout, flat: Tensor) -> Reduced:
@@ -222,9 +299,6 @@ class Reducer:
         if self._metrics is not None:
             self._metrics(record)
 
-    def _describe_fault(self) -> str:
-        return f"rank {self.rank} of {self.world_size}, step {self.step}, phase {self._clock.last}"
-
     # -- state ---------------------------------------------------------------------------------------------------
 
     def residuals(self) -> dict[str, Tensor]:
@@ -234,15 +308,20 @@ class Reducer:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: tensors and plain values only. Every rank has its own."""
-        algorithms = {_key(layout): algorithm.state_dict() for layout, algorithm in self._algorithms.items()}
+        in_use = {_key(layout): algorithm.state_dict() for layout, algorithm in self._algorithms.items()}
+        algorithms: dict[str, Any] = {**self._loaded_algorithms, **in_use}
+        groups = self.grouping.current
         return {
             "version": 1,
             "algorithm": self.algorithm,
             "rank": self.rank,
             "world_size": self.world_size,
             "steps": dict(self._steps),
+            "gradient_scale": self._gradient_scale,
+            "groups": [[list(pair) for pair in group] for group in groups],
             "residuals": self.feedback.state_dict(),
-            "algorithms": {**self._loaded_algorithms, **algorithms},
+            "velocities": self.feedback.velocities(),
+            "algorithms": {key: algorithms[key] for key in map(_key, groups) if key in algorithms},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -254,7 +333,10 @@ class Reducer:
                     "load the state that the same rank saved with the same settings."
                 )
         self._steps = {str(name): int(step) for name, step in state["steps"].items()}
-        self.feedback.load_state_dict(state["residuals"])
+        self._gradient_scale = float(state["gradient_scale"])
+        self._open_step, self._skipped_step = -1, -1
+        self.grouping.resume(state["groups"])
+        self.feedback.load_state_dict(state["residuals"], state["velocities"])
         self._algorithms, self._loaded_algorithms = {}, dict(state["algorithms"])
 
     def close(self) -> None:
@@ -287,82 +369,36 @@ def _refusal(layout: Layout, flat: Tensor) -> OkTopkError | None:
     return None
 
 
+def _after_writes_to(flat: Tensor) -> Callable[[], AbstractContextManager[None]]:
+    """A context that begins when the device has written `flat` and ends when it has done so again.
+
+    It is for the communication thread. On the CPU there is nothing to wait for.
+    """
+    if not flat.is_cuda:
+        return nullcontext
+    ready = torch.cuda.current_stream(flat.device).record_event()
+
+    @contextmanager
+    def turn() -> Iterator[None]:
+        with torch.cuda.device(flat.device):
+            torch.cuda.current_stream().wait_event(ready)
+            yield
+            torch.cuda.current_stream().synchronize()
+
+    return turn
+
+
+def _rounded(mean: SparseVector, dtype: torch.dtype) -> tuple[SparseVector, SparseVector | None]:
+    """The mean as `dtype` can hold it, and what that leaves over."""
+    if mean.values.dtype == dtype:
+        return mean, None
+    limit = torch.finfo(dtype).max
+    rounded = mean.with_values(mean.values.clamp(-limit, limit).to(dtype).to(mean.values.dtype))
+    return rounded, mean.with_values(mean.values - rounded.values)
+
+
 def _key(layout: Layout) -> str:
     return ",".join(f"{name}:{numel}" for name, numel in layout)
-
-
-@dataclass
-class _Job:
-    work: Callable[[], Tensor]
-    future: torch.futures.Future[Tensor]
-    done: threading.Event = field(default_factory=threading.Event)
-    result: Tensor | None = None
-    error: BaseException | None = None
-
-
-class _CommunicationThread:
-    """Does one job after the other, in the order they came. A job that fails ends all that follow."""
-
-    def __init__(self, describe: Callable[[], str], transport: Transport) -> None:
-        self._describe, self._transport = describe, transport
-        self._jobs: queue.Queue[_Job | None] = queue.Queue()
-        self.error: BaseException | None = None
-        self._thread = threading.Thread(target=self._work, name="oktopk-communication", daemon=True)
-        self._thread.start()
-
-    def submit(self, work: Callable[[], Tensor]) -> torch.futures.Future[Tensor]:
-        return self._put(work).future
-
-    def run(self, work: Callable[[], Tensor]) -> Tensor:
-        job = self._put(work)
-        job.done.wait()
-        if job.error is not None:
-            raise job.error
-        assert job.result is not None
-        return job.result
-
-    def close(self) -> None:
-        if self._thread.is_alive():
-            self._jobs.put(None)
-            self._thread.join()
-            self._transport.close()
-
-    def _put(self, work: Callable[[], Tensor]) -> _Job:
-        if self.error is not None:
-            raise self.error
-        if not self._thread.is_alive():
-            raise OkTopkError("this reducer is closed.")
-        job = _Job(work, torch.futures.Future())
-        self._jobs.put(job)
-        return job
-
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            try:
-                if self.error is not None:
-                    raise self.error
-                job.result = job.work()
-            except Exception as error:
-                job.error = self._explain(error)
-            finally:
-                self._finish(job)
-
-    def _explain(self, error: Exception) -> Exception:
-        """Errors that all ranks agreed on leave the group intact; any other one makes this rank leave it."""
-        if isinstance(error, OkTopkError) and not isinstance(error, CommunicationError):
-            return error
-        if self.error is None:
-            self.error = CommunicationError(f"reduction failed on {self._describe()}: {error}")
-            self.error.__cause__ = error
-            self._transport.abort()
-        return cast(Exception, self.error)
-
-    def _finish(self, job: _Job) -> None:
-        job.done.set()
-        if job.error is not None:
-            job.future.set_exception(job.error)  # type: ignore[arg-type]  # torch types it as the result
-        else:
-            job.future.set_result(cast(Tensor, job.result))
 
 
 def sparse_allreduce(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
@@ -12,6 +13,19 @@ SIZE_BYTES = 8  # each message is announced by its length in one int64
 DIRECT_BYTES = 64 * 1024  # all_reduce of less than this goes straight between ranks: two rounds instead of 2(P-1)
 
 Op = Literal["sum", "max"]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Which rank failed, and how."""
+
+    rank: int
+    error: str
+    step: int | None = None  # None: not known yet
+    phase: str = ""
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} failed at step {self.step}, phase {self.phase}: {self.error}"
 
 
 class Transport(Protocol):
@@ -49,8 +63,12 @@ class Transport(Protocol):
         """Leave in order, after the last verb."""
         ...
 
-    def abort(self) -> None:
-        """Leave at once: ranks that wait for this one get an error instead of silence."""
+    def abort(self, fault: Fault) -> None:
+        """Leave at once and say why: ranks that wait for this one get an error instead of silence."""
+        ...
+
+    def find_fault(self) -> Fault | None:
+        """After a verb failed here: which rank is to blame, if one is."""
         ...
 
 

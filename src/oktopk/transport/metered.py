@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from oktopk.metrics import Clock
-from oktopk.transport.base import SIZE_BYTES, Op, Transport, all_reduce_bytes
+from oktopk.transport.base import SIZE_BYTES, Fault, Op, Transport, all_reduce_bytes
 
 
 class MeteredTransport:
@@ -28,8 +28,8 @@ class MeteredTransport:
 
     def all_reduce_(self, tensor: Tensor, op: Op = "sum") -> Tensor:
         size = all_reduce_bytes(tensor.numel() * tensor.element_size(), self.world_size)
-        if self.world_size > 1:
-            self._count("all_reduce", [-(-size // (self.world_size - 1))] * (self.world_size - 1), size)
+        others = self.world_size - 1
+        self._count("all_reduce", [size // others + (i < size % others) for i in range(others)], size)
         with self._clock.phase("exchange"):
             return self.inner.all_reduce_(tensor, op)
 
@@ -71,8 +71,11 @@ class MeteredTransport:
     def close(self) -> None:
         self.inner.close()
 
-    def abort(self) -> None:
-        self.inner.abort()
+    def abort(self, fault: Fault) -> None:
+        self.inner.abort(fault)
+
+    def find_fault(self) -> Fault | None:
+        return self.inner.find_fault()
 
     def _count(self, operation: str, sent: Sequence[int], received: int) -> None:
         sizes = self.message_sizes.setdefault(operation, {})

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from oktopk.errors import CommunicationError
-from oktopk.transport.base import Op
+from oktopk.errors import CommunicationError, PeerError
+from oktopk.transport.base import Fault, Op
 
 T = TypeVar("T")
 
@@ -23,6 +23,7 @@ class ThreadWorld:
         self.world_size = world_size
         self.slots: list[Any] = [None] * world_size
         self.barrier = threading.Barrier(world_size, timeout=timeout)
+        self.fault: Fault | None = None
 
     def transports(self) -> list[ThreadTransport]:
         return [ThreadTransport(self, rank) for rank in range(self.world_size)]
@@ -67,8 +68,12 @@ class ThreadTransport:
     def close(self) -> None:
         return None
 
-    def abort(self) -> None:
+    def abort(self, fault: Fault) -> None:
+        self._world.fault = self._world.fault or fault
         self._world.barrier.abort()
+
+    def find_fault(self) -> Fault | None:
+        return self._world.fault
 
     def _share(self, item: Any) -> list[Any]:
         """Everyone's item, by rank."""
@@ -78,7 +83,7 @@ class ThreadTransport:
             shared = list(self._world.slots)
             self._world.barrier.wait()
         except threading.BrokenBarrierError:
-            raise CommunicationError(f"rank {self.rank}: another rank of this world has failed or left.") from None
+            raise PeerError(f"rank {self.rank}: another rank of this world has failed or left.") from None
         return shared
 
 
@@ -89,13 +94,13 @@ def run_world(world_size: int, work: Callable[[ThreadTransport], T], timeout: fl
     def guarded(transport: ThreadTransport) -> T:
         try:
             return work(transport)
-        except BaseException:
-            transport.abort()
+        except BaseException as error:
+            transport.abort(Fault(transport.rank, f"{type(error).__name__}: {error}"))
             raise
 
     with ThreadPoolExecutor(world_size) as pool:
         futures = [pool.submit(guarded, transport) for transport in transports]
     errors = [error for future in futures if (error := future.exception())]
     if errors:
-        raise next((e for e in errors if not isinstance(e, CommunicationError)), errors[0])
+        raise next((error for error in errors if not isinstance(error, PeerError)), errors[0])
     return [future.result() for future in futures]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from oktopk.errors import ConfigError
-from oktopk.transport.base import DIRECT_BYTES, Op
+from oktopk.errors import CommunicationError, ConfigError, OkTopkError
+from oktopk.transport.base import DIRECT_BYTES, Fault, Op
+from oktopk.transport.witness import Witness
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
@@ -35,10 +37,15 @@ class TorchTransport:
         self._ranks = ranks
         self.rank, self.world_size = dist.get_rank(self._group), len(ranks)
         self.device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else torch.device("cpu")
+        self._witness = Witness(self._group, self.rank, self.world_size)
 
     def all_reduce_(self, tensor: Tensor, op: Op = "sum") -> Tensor:
         if self.world_size == 1:
             return tensor
+        with _speaking():
+            return self._all_reduce_(tensor, op)
+
+    def _all_reduce_(self, tensor: Tensor, op: Op) -> Tensor:
         if self.device.type == "cpu" and self.world_size <= tensor.numel() <= DIRECT_BYTES // tensor.element_size():
             return self._all_reduce_directly_(tensor, op)
         dist.all_reduce(tensor, _OPS[op], group=self._group)
@@ -65,8 +72,9 @@ class TorchTransport:
             under_way = self._post(messages, sizes, following) if following else None
             if arrived is not None:
                 works, incoming = arrived
-                for work in works:
-                    work.wait()
+                with _speaking():
+                    for work in works:
+                        work.wait()
                 yield from incoming
 
     def exchange(self, message: Tensor | None, to: int | None, source: int | None) -> Tensor | None:
@@ -87,7 +95,8 @@ class TorchTransport:
             return [mine.tolist()]
         outgoing = mine.repeat(self.world_size)
         answers = torch.empty_like(outgoing)
-        dist.all_to_all_single(answers, outgoing, group=self._group)
+        with _speaking():
+            dist.all_to_all_single(answers, outgoing, group=self._group)
         return [row.tolist() for row in answers.view(self.world_size, -1)]
 
     def close(self) -> None:
@@ -95,15 +104,20 @@ class TorchTransport:
             dist.destroy_process_group(self._group)
         self._group = None
 
-    def abort(self) -> None:
+    def abort(self, fault: Fault) -> None:
+        self._witness.note(fault)
         self.close()  # its sockets close with the group, and peers notice
+
+    def find_fault(self) -> Fault | None:
+        return self._witness.find()
 
     def _exchange_sizes(self, sizes: Sequence[int]) -> list[int]:
         if self.world_size == 1:
             return list(sizes)
         outgoing = torch.tensor(sizes, dtype=torch.int64, device=self.device)
         incoming = torch.empty_like(outgoing)
-        dist.all_to_all_single(incoming, outgoing, group=self._group)
+        with _speaking():
+            dist.all_to_all_single(incoming, outgoing, group=self._group)
         return [int(size) for size in incoming.tolist()]
 
     def _post(
@@ -120,7 +134,8 @@ class TorchTransport:
                 operations.append(dist.P2POp(dist.isend, messages[to], self._ranks[to], self._group))
             if sizes[source]:
                 operations.append(dist.P2POp(dist.irecv, received, self._ranks[source], self._group))
-        return dist.batch_isend_irecv(operations) if operations else [], incoming
+        with _speaking():
+            return dist.batch_isend_irecv(operations) if operations else [], incoming
 
     def _swap(self, outgoing: Tensor | None, to: int | None, incoming: Tensor | None, source: int | None) -> None:
         operations = []
@@ -128,8 +143,9 @@ class TorchTransport:
             operations.append(dist.P2POp(dist.isend, outgoing, self._ranks[to], self._group))
         if incoming is not None and source is not None and incoming.numel():
             operations.append(dist.P2POp(dist.irecv, incoming, self._ranks[source], self._group))
-        for work in dist.batch_isend_irecv(operations) if operations else []:
-            work.wait()
+        with _speaking():
+            for work in dist.batch_isend_irecv(operations) if operations else []:
+                work.wait()
 
     def _all_reduce_directly_(self, tensor: Tensor, op: Op) -> Tensor:
         """Each rank reduces one slice and hands it to all: two rounds, where a ring takes 2(P-1)."""
@@ -142,6 +158,17 @@ class TorchTransport:
         mine = rows.sum(0, dtype=tensor.dtype) if op == "sum" else rows.amax(0)
         dist.all_to_all_single(padded, mine.repeat(self.world_size), group=self._group)
         return tensor.copy_(padded[: tensor.numel()].view_as(tensor))
+
+
+@contextmanager
+def _speaking() -> Iterator[None]:
+    """Whatever the backend raises is an error of communication."""
+    try:
+        yield
+    except OkTopkError:
+        raise
+    except RuntimeError as error:
+        raise CommunicationError(str(error)) from error
 
 
 def _windows(world_size: int, in_flight: int) -> Iterator[range]:

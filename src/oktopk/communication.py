@@ -1,0 +1,128 @@
+"""The one thread of a reducer that communicates, and how a failure on any rank becomes an error on every rank."""
+
+from __future__ import annotations
+
+import atexit
+import queue
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar, cast
+
+import torch
+
+from oktopk.errors import CommunicationError, OkTopkError, PeerError
+from oktopk.transport.base import Fault, Transport
+
+T = TypeVar("T")
+
+
+class Agreed(Exception):
+    """Carries an error that all ranks raise in the same step: the group is intact, and training may go on."""
+
+    def __init__(self, error: OkTopkError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+@dataclass
+class _Job:
+    work: Callable[[], Any]
+    future: torch.futures.Future[Any]
+    done: threading.Event = field(default_factory=threading.Event)
+    result: Any = None
+    error: Exception | None = None
+
+    def settle(self) -> None:
+        if self.error is not None:
+            self.future.set_exception(self.error)
+        else:
+            self.future.set_result(self.result)
+        self.done.set()
+
+
+class CommunicationThread:
+    """Does one job after the other, in the order they came.
+
+    A job that fails alone ends all that follow: this rank tells its peers why and leaves the group, so that they fail
+    too instead of waiting. The original exception is raised on the rank it came from, a `PeerError` on the others.
+    """
+
+    def __init__(self, transport: Transport, where: Callable[[], tuple[int, str]]) -> None:
+        self._transport, self._where = transport, where  # where: step and phase
+        self._jobs: queue.Queue[_Job | None] = queue.Queue()
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._work, name="oktopk-communication", daemon=True)
+        self._thread.start()
+        atexit.register(self._at_exit)
+
+    def submit(self, work: Callable[[], T], device: torch.device) -> torch.futures.Future[T]:
+        """Do it later; the future holds what `work` returns, or raises what it raised."""
+        # Devices with streams must be declared.
+        return self._put(_Job(work, torch.futures.Future(devices=[device] if device.type == "cuda" else None))).future
+
+    def run(self, work: Callable[[], T]) -> T:
+        """Do it now, after all that was submitted before."""
+        job = self._put(_Job(work, torch.futures.Future()))
+        job.done.wait()
+        if job.error is not None:
+            raise job.error
+        return cast(T, job.result)
+
+    def close(self) -> None:
+        """Finish what was submitted and leave the group."""
+        atexit.unregister(self._at_exit)
+        if self._thread.is_alive():
+            self._jobs.put(None)
+            self._thread.join()
+            self._transport.close()
+
+    def _put(self, job: _Job) -> _Job:
+        if self._error is not None:
+            raise self._error
+        if not self._thread.is_alive():
+            raise OkTopkError("this reducer is closed.")
+        self._jobs.put(job)
+        return job
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                if self._error is not None:
+                    raise self._error
+                job.result = job.work()
+            except Agreed as agreed:
+                job.error = agreed.error
+            except Exception as error:
+                self._error = job.error = self._error or self._leave(error)
+            job.settle()
+
+    def _leave(self, error: Exception) -> Exception:
+        """Say why, leave, and return what to raise on this rank."""
+        step, phase = self._where()
+        if not isinstance(error, CommunicationError):
+            self._transport.abort(Fault(self._transport.rank, _text(error), step, phase))
+            return error
+        here = f"seen by rank {self._transport.rank} of {self._transport.world_size}, step {step}, phase {phase}"
+        # Its frames hold operations under way, and they hold the sockets that peers wait on.
+        traceback.clear_frames(error.__traceback__)
+        fault = self._transport.find_fault()
+        if fault is None:
+            self._transport.abort(Fault(self._transport.rank, _text(error), step, phase))
+            return CommunicationError(f"a collective failed although every rank is alive ({here}): {error}")
+        if fault.step is None:
+            fault = replace(fault, step=step, phase=phase)
+        self._transport.abort(fault)
+        return PeerError(f"{fault} ({here}: {error})")
+
+    def _at_exit(self) -> None:
+        """When an exception ends this process, peers shall read which."""
+        error = getattr(sys, "last_value", None)
+        if error is not None and self._error is None:
+            self._transport.abort(Fault(self._transport.rank, _text(error), self._where()[0], "training"))
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,94 @@
+"""Which buckets are reduced as one vector: each by itself, or all of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from oktopk.reducer import Reducer
+
+Pairs = Sequence[tuple[str, int]]
+Future = torch.futures.Future[Tensor]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """What DDP hands over at a time."""
+
+    layout: Pairs
+    flat: Tensor  # to be replaced by its mean
+    unused: frozenset[str]  # names that took no part on this rank
+    is_first: bool
+    is_last: bool
+
+    def pieces(self) -> list[tuple[str, Tensor]]:
+        """A view of each parameter's part."""
+        parts = self.flat.split([numel for _, numel in self.layout])
+        return [(name, part) for (name, _), part in zip(self.layout, parts, strict=True)]
+
+
+class Fusing(Protocol):
+    def take(self, bucket: Bucket) -> Future:
+        """Reduce a bucket in place, now or together with those that follow."""
+        ...
+
+
+class ByBucket:
+    """Each bucket at once, so that it travels while backward goes on."""
+
+    def __init__(self, reducer: Reducer) -> None:
+        self._reducer = reducer
+
+    def take(self, bucket: Bucket) -> Future:
+        return self._reducer.submit(bucket.layout, bucket.flat, bucket.unused)
+
+
+class ByStep:
+    """All buckets of a step as one vector, in the order of the model whatever DDP's buckets are."""
+
+    def __init__(self, reducer: Reducer, names: Mapping[int, str]) -> None:
+        self._reducer = reducer
+        self._position = {name: position for position, name in enumerate(names.values())}
+        self._buckets: list[Bucket] = []
+        self._reduced: Future = torch.futures.Future()
+
+    def take(self, bucket: Bucket) -> Future:
+        if bucket.is_first:
+            self._buckets, self._reduced = [], future_on(bucket.flat.device)
+        self._buckets.append(bucket)
+        if bucket.is_last:
+            self._submit(self._reduced)
+        return self._reduced
+
+    def _submit(self, reduced: Future) -> None:
+        pieces = [piece for bucket in self._buckets for piece in bucket.pieces()]
+        pieces.sort(key=lambda piece: self._position[piece[0]])
+        dtype = reduce(torch.promote_types, (bucket.flat.dtype for bucket in self._buckets))
+        vector = torch.cat([part.to(dtype) for _, part in pieces])
+        layout = [(name, part.numel()) for name, part in pieces]
+        unused = frozenset().union(*(bucket.unused for bucket in self._buckets))
+        self._buckets = []
+        done = self._reducer.submit(layout, vector, unused)
+        done.add_done_callback(lambda done: _hand_back(done, [part for _, part in pieces], reduced))
+
+
+def _hand_back(done: Future, parts: Sequence[Tensor], reduced: Future) -> None:
+    """Copy the mean into the buckets it came from. Runs on the communication thread, and communicates nothing."""
+    try:
+        vector = done.value()
+        for part, mean in zip(parts, vector.split([part.numel() for part in parts]), strict=True):
+            part.copy_(mean)
+    except Exception as error:
+        reduced.set_exception(error)  # type: ignore[arg-type]  # torch types it as the result
+    else:
+        reduced.set_result(vector)
+
+
+def future_on(device: torch.device) -> Future:
+    """A future for a tensor on `device`: torch wants to know devices that have streams."""
+    return torch.futures.Future(devices=[device] if device.type == "cuda" else None)
