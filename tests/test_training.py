@@ -1,0 +1,261 @@
+"""The trainer: records that can be trusted, validation under its own epoch, clipping that acts."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from oktopk.errors import ConfigError, DataError, NonFiniteError
+from oktopk.metrics import StepRecord
+from oktopk.reducer import Reducer
+from oktopk.training.analysis import Analyzer, magnitude_edges
+from oktopk.training.config import TrainConfig, from_mapping
+from oktopk.training.gradients import Gradients, make_buckets
+from oktopk.training.journal import Journal, summarize_epoch
+from oktopk.training.learning_rate import learning_rate
+from oktopk.training.world import World, joined_world
+from oktopk.transport import ThreadWorld
+from oktopk.workloads.base import Recipe
+from toy import ToyWorkload
+from trainings import strict_rows, toy_config, train_alone, train_as_rank
+from worlds import run_processes, start
+
+# The compiled kernels are tested elsewhere; here they would only make every process slower to start.
+pytestmark = [pytest.mark.usefixtures("plain_kernels"), pytest.mark.timeout(400)]
+
+SITUATIONS = {
+    "no epoch": {"epochs": 0},
+    "one epoch": {"epochs": 1},
+    "two epochs": {"epochs": 2},
+    "all warm-up": {"epochs": 2, "warmup_steps": 100},
+    "switch inside an epoch": {"epochs": 2, "warmup_steps": 3},
+    "sparse from step 0": {"epochs": 2, "warmup_steps": 0},
+    "never validated": {"epochs": 1, "validate_every": 0},
+    "empty validation set": {"epochs": 1, "workload_options": {"empty_validation": True}},
+}
+
+
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_no_record_ever_contains_nan(name: str, tmp_path: Path) -> None:
+    train_alone(toy_config(tmp_path, "run", analyze_every=2, tensorboard=True, **SITUATIONS[name]))
+    run = tmp_path / "run"
+    for path in run.glob("*.json*"):
+        for line in path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]:
+            assert not {"NaN", "Infinity", "-Infinity"} & set(line.replace(",", " ").replace("}", " ").split()), path
+    csv = run / "steps.csv"
+    assert not csv.exists() or "nan" not in csv.read_text().lower()
+    json.loads((run / "summary.json").read_text(), parse_constant=lambda constant: pytest.fail(constant))
+
+
+def test_an_epoch_that_spans_the_switch_reports_both_phases(tmp_path: Path) -> None:
+    train_alone(toy_config(tmp_path, "run", epochs=2, warmup_steps=4))
+    first, second = strict_rows(tmp_path / "run" / "epochs.jsonl")
+    assert (first["dense_steps"], first["sparse_steps"]) == (4, 2)
+    assert (second["dense_steps"], second["sparse_steps"]) == (0, 6)
+    steps = strict_rows(tmp_path / "run" / "steps.jsonl")
+    assert [row["reduce"]["phase"] for row in steps] == ["dense"] * 4 + ["sparse"] * 8
+    dense = steps[0]["reduce"]
+    assert (dense["sparsity"], dense["compression_ratio"]) == (0.0, 1.0)
+
+
+def test_an_epoch_without_sparse_steps_has_no_sparsity(tmp_path: Path) -> None:
+    summary = train_alone(toy_config(tmp_path, "run", epochs=1, warmup_steps=100))
+    (epoch,) = strict_rows(tmp_path / "run" / "epochs.jsonl")
+    assert "sparsity" not in epoch and "compression_ratio" not in epoch
+    assert summary.notice is not None and "warm-up" in summary.notice
+
+
+def test_a_run_that_leaves_the_warm_up_has_no_notice(tmp_path: Path) -> None:
+    assert train_alone(toy_config(tmp_path, "run", epochs=1)).notice is None
+
+
+def test_dense_training_is_not_told_about_its_warm_up(tmp_path: Path) -> None:
+    assert train_alone(toy_config(tmp_path, "run", epochs=1, algorithm="dense", warmup_steps=99)).notice is None
+
+
+def test_the_epoch_agrees_with_its_steps(tmp_path: Path) -> None:
+    train_alone(toy_config(tmp_path, "run", epochs=2))
+    steps = strict_rows(tmp_path / "run" / "steps.jsonl")
+    for epoch in strict_rows(tmp_path / "run" / "epochs.jsonl"):
+        mine = [row for row in steps if row["epoch"] == epoch["epoch"]]
+        sparse = [row["reduce"] for row in mine if row["reduce"]["phase"] == "sparse"]
+        assert epoch["train_loss"] == pytest.approx(sum(row["loss"] for row in mine) / len(mine))
+        assert epoch["sparsity"] == pytest.approx(sum(record["sparsity"] for record in sparse) / len(sparse))
+
+
+def test_every_step_has_its_phases_and_message_sizes(tmp_path: Path) -> None:
+    train_alone(toy_config(tmp_path, "run", epochs=1))
+    phases = {"data", "forward", "backward", "select", "pack", "exchange", "sum", "gather", "unpack", "optimizer"}
+    for row in strict_rows(tmp_path / "run" / "steps.jsonl"):
+        assert set(row["seconds"]) == phases
+        assert row["memory_bytes"] > 1e6
+        assert StepRecord.from_json(row["reduce"]).step == row["step"]
+
+
+def test_validation_is_reported_under_the_epoch_it_belongs_to(tmp_path: Path) -> None:
+    train_alone(toy_config(tmp_path, "run", epochs=11, validate_every=5))
+    epochs = strict_rows(tmp_path / "run" / "epochs.jsonl")
+    assert [row["epoch"] for row in epochs if "validation" in row] == [0, 4, 9, 10]
+
+
+def test_early_stop_ends_after_validations_without_improvement(tmp_path: Path) -> None:
+    summary = train_alone(toy_config(tmp_path, "run", epochs=30, validate_every=1, early_stop=2, lr=0.0))
+    assert summary.stopped_by == "early stop"
+    assert summary.epochs < 30
+
+
+def test_accumulated_micro_batches_count_as_one_step(tmp_path: Path) -> None:
+    summary = train_alone(toy_config(tmp_path, "run", epochs=2, accumulate=4))
+    assert summary.steps == 4  # 6 batches are 4 and 2
+
+
+def test_an_existing_run_is_not_overwritten(tmp_path: Path) -> None:
+    train_alone(toy_config(tmp_path, "run", epochs=0))
+    with pytest.raises(ConfigError, match="holds a run already"):
+        train_alone(toy_config(tmp_path, "run", epochs=0))
+
+
+def test_the_reported_loss_is_the_mean_over_ranks(tmp_path: Path) -> None:
+    run_processes(2, train_as_rank, toy_config(tmp_path, "two", epochs=1, algorithm="dense", lr=0.0))
+    two = strict_rows(tmp_path / "two" / "steps.jsonl")
+    assert {row["reduce"]["phase"] for row in two} == {"dense"}
+    assert all(row["reduce"]["bytes_sent"] > 0 for row in two)
+
+
+def test_ranks_end_with_the_same_weights_and_a_sharded_validation(tmp_path: Path) -> None:
+    summaries = run_processes(2, train_as_rank, toy_config(tmp_path, "run", epochs=2))
+    assert summaries[0] == summaries[1]
+    assert summaries[0].sparse_steps == 9
+
+
+def test_bad_data_on_one_rank_stops_all_with_its_message(tmp_path: Path) -> None:
+    outcomes = start(2, train_as_rank, toy_config(tmp_path, "run", workload_options={"fail_at": 4}), timeout=100)
+    assert [outcome.code for outcome in outcomes] == [1, 1]
+    assert "PeerError: rank 1: sample 17 is a stone" in outcomes[0].output
+    assert "DataError: sample 17 is a stone" in outcomes[1].output
+
+
+def test_a_gradient_that_is_not_finite_raises_by_default(tmp_path: Path) -> None:
+    with pytest.raises(NonFiniteError):
+        train_alone(toy_config(tmp_path, "run", workload_options={"nan_at": 4}))
+
+
+def test_a_gradient_that_is_not_finite_can_be_skipped(tmp_path: Path) -> None:
+    config = toy_config(tmp_path, "run", on_nonfinite="skip", workload_options={"nan_at": 4})
+    assert train_alone(config).steps == 12
+    steps = strict_rows(tmp_path / "run" / "steps.jsonl")
+    assert [row["step"] for row in steps if row["reduce"]["skipped"]] == [4]
+    assert "loss" not in steps[4]
+    assert strict_rows(tmp_path / "run" / "epochs.jsonl")[0]["skipped_steps"] == 1
+
+
+def test_clipping_acts_on_what_is_reduced() -> None:
+    model = torch.nn.Linear(30, 10)
+    model(torch.ones(4, 30)).square().sum().backward()
+    with joined_world(), Reducer("dense") as reducer:
+        gradients = Gradients(model, reducer, bucket_mb=1)
+        gradients.gather()
+        gradients.clip_(0.5)
+        gradients.reduce()
+        gradients.scatter()
+    norm = math.sqrt(sum(float(parameter.grad.square().sum()) for parameter in model.parameters()))
+    assert norm == pytest.approx(0.5, rel=1e-5)
+
+
+def test_a_small_clip_changes_what_is_trained(tmp_path: Path) -> None:
+    free = train_alone(toy_config(tmp_path, "free", epochs=1))
+    clipped = train_alone(toy_config(tmp_path, "clipped", epochs=1, norm_clip=1e-6))
+    after = train_alone(toy_config(tmp_path, "after", epochs=1, norm_clip_after=1e-6))
+    assert free.train_loss != clipped.train_loss
+    assert clipped.train_loss == pytest.approx(after.train_loss, rel=1e-3)
+
+
+def test_buckets_hold_every_parameter_once_in_reverse_order() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
+    names = [name for bucket in make_buckets(model, 100) for name, _ in bucket.layout]
+    assert names == ["1.bias", "1.weight", "0.bias", "0.weight"]
+    assert len(make_buckets(model, 100)) > 1 == len(make_buckets(model, 10_000))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "step", "expected"),
+    [
+        (Recipe(lr=1.0), 5, 1.0),
+        (Recipe(lr=1.0, lr_decay=0.5), 25, 0.25),
+        (Recipe(lr=1.0, lr_steps=(1, 2)), 15, 0.1),
+        (Recipe(lr=1.0, lr_steps=(1, 2)), 29, 0.01),
+        (Recipe(lr=1.0, lr_warmup_epochs=1.0), 0, 0.25 + 0.75 / 11),
+        (Recipe(lr=1.0, lr_warmup_epochs=1.0), 10, 1.0),
+        (Recipe(lr=1.0, lr_linear_decay=True, epochs=4), 20, 0.5),
+    ],
+)
+def test_the_learning_rate_follows_its_recipe(recipe: Recipe, step: int, expected: float) -> None:
+    assert learning_rate(recipe, step, steps_per_epoch=10, world_size=4) == pytest.approx(expected)
+
+
+def test_an_analysis_of_everything_finds_full_overlap_and_no_distance() -> None:
+    world = World(ThreadWorld(1).transports()[0])
+    gradient = torch.randn(100, generator=torch.Generator().manual_seed(0))
+    analyzer = Analyzer(world, [("a", 60), ("b", 40)])
+    analyzer.before(gradient, {"a": torch.zeros(60)})
+    found = analyzer.after(3, gradient, k=100)
+    assert (found.overlap_count, found.overlap_energy, found.xi) == (1.0, 1.0, 0.0)
+    assert found.density_by_parameter == {"a": 1.0, "b": 1.0}
+    assert sum(found.histogram_before.counts) == sum(found.histogram_after.counts) == 100
+
+
+def test_xi_is_the_distance_to_the_exact_choice_over_the_norm_of_the_gradient() -> None:
+    world = World(ThreadWorld(1).transports()[0])
+    gradient = torch.tensor([3.0, 4.0, 1.0, 0.0])
+    analyzer = Analyzer(world, [("a", 4)])
+    analyzer.before(gradient, {"a": torch.tensor([0.0, 0.0, 0.0, 2.0])})
+    # The exact two of (3, 4, 1, 2) are 3 and 4; the algorithm chose 4 and 2.
+    found = analyzer.after(0, torch.tensor([0.0, 4.0, 0.0, 2.0]), k=2)
+    assert found.xi == pytest.approx(math.sqrt(9 + 4) / math.sqrt(26))
+    assert found.overlap_count == 0.5
+    assert found.overlap_energy == pytest.approx(16 / 25)
+
+
+def test_the_edges_of_a_histogram_enclose_every_magnitude() -> None:
+    edges = magnitude_edges(torch.tensor([1e-20, -5.0]))
+    assert edges[-1] > 5.0 and len(edges) == 61
+
+
+def test_a_summary_of_no_steps_has_no_means() -> None:
+    entry = summarize_epoch(0, [], 0.0, 0.0)
+    assert set(entry.to_json()) == {
+        "epoch", "steps", "dense_steps", "sparse_steps", "skipped_steps", "seconds", "wall_seconds",
+    }  # fmt: skip
+
+
+def test_draining_an_empty_journal_gives_nothing() -> None:
+    assert Journal().drain(World(ThreadWorld(1).transports()[0])) == []
+
+
+def test_the_configuration_survives_json() -> None:
+    config = TrainConfig(lr_steps=(3, 5), density_schedule={0: 0.1, 10: 0.02}, data="x", runs=Path("r"))
+    assert from_mapping(json.loads(json.dumps(config.to_json()))) == config
+
+
+@pytest.mark.parametrize("wrong", [{"density": 2.0}, {"workers": 0}, {"epochs": -1}, {"keep": 0}, {"bucket_mb": 0}])
+def test_values_that_make_no_sense_are_refused(wrong: dict) -> None:
+    with pytest.raises(ConfigError):
+        TrainConfig(**wrong)
+
+
+def test_a_workload_that_does_not_exist_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="module:Class"):
+        train_alone(replace(toy_config(tmp_path, "run"), workload="nowhere:Nothing"))
+    with pytest.raises(ConfigError, match="does not take"):
+        train_alone(toy_config(tmp_path, "run", workload_options={"nonsense": 1}))
+
+
+def test_a_workload_that_runs_out_of_batches_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ToyWorkload, "steps_per_epoch", lambda self, world_size: 99)
+    with pytest.raises(DataError, match="ran out"):
+        train_alone(toy_config(tmp_path, "run"))

@@ -1,0 +1,185 @@
+"""Checkpoints: whole or not at all, and a resumed run is the run that was not interrupted."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from oktopk.errors import CheckpointError
+from oktopk.training import checkpoint as checkpoint_module
+from oktopk.training.checkpoint import complete, find_checkpoint
+from oktopk.training.config import TrainConfig
+from oktopk.training.observer import Observer, Step
+from oktopk.training.trainer import resumed_config
+from trainings import (
+    changed,
+    final_weights,
+    resume_alone,
+    strict_rows,
+    toy_config,
+    train_alone,
+    train_as_rank,
+)
+from worlds import run_processes
+
+# The compiled kernels are tested elsewhere; here they would only make every process slower to start.
+pytestmark = [pytest.mark.usefixtures("plain_kernels"), pytest.mark.timeout(400)]
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("algorithm", ["oktopk", "dense", "gtopk"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_run_resumed_inside_an_epoch_ends_with_the_same_weights(
+    algorithm: str, optimizer: str, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {
+        "epochs": 4,
+        "algorithm": algorithm,
+        "optimizer": optimizer,
+        "accumulate": 2,
+        "norm_clip": 5.0,
+    }
+    train_alone(toy_config(tmp_path, "whole", **options))
+    train_alone(toy_config(tmp_path, "cut", max_steps=7, **options))
+    resume_alone(tmp_path / "cut", max_steps=None)
+    assert same(final_weights(tmp_path / "whole"), final_weights(tmp_path / "cut"))
+
+
+def test_a_run_resumed_by_two_ranks_ends_with_the_same_weights(tmp_path: Path) -> None:
+    run_processes(2, train_as_rank, toy_config(tmp_path, "whole", epochs=4), timeout=100)
+    run_processes(2, train_as_rank, toy_config(tmp_path, "cut", epochs=4, max_steps=15), timeout=100)
+    run_processes(2, train_as_rank, changed(resumed_config(tmp_path / "cut"), max_steps=None), timeout=100)
+    assert same(final_weights(tmp_path / "whole"), final_weights(tmp_path / "cut"))
+
+
+def test_a_resumed_run_records_every_step_and_epoch_once(tmp_path: Path) -> None:
+    train_alone(toy_config(tmp_path, "whole", epochs=3))
+    train_alone(toy_config(tmp_path, "cut", epochs=3, max_steps=8))
+    # As after a kill: a step that no checkpoint covers, and a line that was cut off.
+    steps = tmp_path / "cut" / "steps.jsonl"
+    lines = steps.read_text().splitlines()
+    steps.write_text("\n".join([*lines, lines[-1].replace('"step": 7', '"step": 8'), '{"step": 9, "lo']))
+    resume_alone(tmp_path / "cut", max_steps=None)
+    for name in ("steps", "epochs"):
+        whole, cut = (strict_rows(tmp_path / run / f"{name}.jsonl") for run in ("whole", "cut"))
+        key = "loss" if name == "steps" else "train_loss"
+        assert [row[key] for row in whole] == [row[key] for row in cut]
+    assert len((tmp_path / "cut" / "steps.csv").read_text().splitlines()) == 1 + 18
+    walls = [row["wall_seconds"] for row in strict_rows(steps)]
+    assert walls == sorted(walls)
+
+
+def test_a_finished_run_can_be_trained_longer(tmp_path: Path) -> None:
+    train_alone(toy_config(tmp_path, "whole", epochs=3))
+    train_alone(toy_config(tmp_path, "short", epochs=2))
+    assert resume_alone(tmp_path / "short", epochs=3).epochs == 3
+    assert same(final_weights(tmp_path / "whole"), final_weights(tmp_path / "short"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_signal_ends_the_run_with_a_checkpoint(number: signal.Signals, tmp_path: Path) -> None:
+    class Sender(Observer):
+        def step(self, step: Step) -> None:
+            if step.step == 4:
+                os.kill(os.getpid(), number)
+
+    train_alone(toy_config(tmp_path, "whole", epochs=2))
+    summary = train_alone(toy_config(tmp_path, "cut", epochs=2), Sender())
+    assert summary.stopped_by == number.name
+    assert 4 <= summary.steps < 12
+    resume_alone(tmp_path / "cut")
+    assert same(final_weights(tmp_path / "whole"), final_weights(tmp_path / "cut"))
+    assert threading.current_thread() is threading.main_thread()
+
+
+def test_old_checkpoints_go_and_the_best_stays(tmp_path: Path) -> None:
+    train_alone(toy_config(tmp_path, "run", epochs=8, keep=2, validate_every=1))
+    folder = tmp_path / "run" / "checkpoints"
+    kept = [path.name for path in complete(folder)]
+    assert kept[-2:] == ["step-00000042", "step-00000048"]
+    assert find_checkpoint(tmp_path / "run", "best").name in kept
+    assert len(kept) <= 3
+
+
+def test_a_full_disk_is_a_clear_error_and_leaves_the_last_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = checkpoint_module.save_file, []
+
+    def fill_up(path: Path, state: Any) -> None:
+        calls.append(path)
+        if len(calls) > 2:
+            path.write_bytes(b"half of i")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(path, state)
+
+    monkeypatch.setattr(checkpoint_module, "save_file", fill_up)
+    with pytest.raises(CheckpointError, match=r"No space left on device.*step-00000006 is intact"):
+        train_alone(toy_config(tmp_path, "run", epochs=3))
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("*step*")] == ["step-00000006"]
+    monkeypatch.undo()
+    train_alone(toy_config(tmp_path, "whole", epochs=3))
+    resume_alone(tmp_path / "run")
+    assert same(final_weights(tmp_path / "whole"), final_weights(tmp_path / "run"))
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    train_alone(toy_config(tmp_path, "run"))
+    with pytest.raises(CheckpointError, match=r"another model.*preset tiny"):
+        resume_alone(tmp_path / "run", preset="wide")
+
+
+def test_a_checkpoint_of_another_algorithm_is_refused(tmp_path: Path) -> None:
+    train_alone(toy_config(tmp_path, "run"))
+    with pytest.raises(CheckpointError, match="algorithm"):
+        resume_alone(tmp_path / "run", algorithm="topka", algorithm_options={})
+
+
+def test_a_checkpoint_of_more_workers_is_refused(tmp_path: Path) -> None:
+    run_processes(2, train_as_rank, toy_config(tmp_path, "run", epochs=1))
+    with pytest.raises(CheckpointError, match=r"written by 2 workers.*--workers 2"):
+        resume_alone(tmp_path / "run", epochs=2)
+
+
+@pytest.mark.parametrize("file", ["shared.pt", "rank-0.pt", "meta.json"])
+def test_a_damaged_checkpoint_is_a_clear_error(file: str, tmp_path: Path) -> None:
+    train_alone(toy_config(tmp_path, "run"))
+    path = find_checkpoint(tmp_path / "run") / file
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(CheckpointError, match=rf"{file}.*damaged"):
+        resume_alone(tmp_path / "run")
+
+
+def test_what_is_no_run_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no last checkpoint"):
+        resumed_config(tmp_path)
+
+
+def test_an_older_checkpoint_can_be_resumed(tmp_path: Path) -> None:
+    train_alone(toy_config(tmp_path, "run", epochs=2, keep=9))
+    whole = final_weights(tmp_path / "run")
+    resume_alone(tmp_path / "run" / "checkpoints" / "step-00000006")
+    assert same(whole, final_weights(tmp_path / "run"))
+
+
+def test_checkpoints_load_without_executing_anything(tmp_path: Path) -> None:
+    train_alone(toy_config(tmp_path, "run", epochs=1))
+    for path in find_checkpoint(tmp_path / "run").glob("*.pt"):
+        torch.load(path, weights_only=True)
+
+
+def test_the_configuration_of_a_run_can_be_read_back(tmp_path: Path) -> None:
+    train_alone(toy_config(tmp_path, "run", epochs=1, norm_clip=0.0))
+    config = resumed_config(tmp_path / "run")
+    assert isinstance(config, TrainConfig)
+    assert (config.epochs, config.norm_clip, config.workers) == (1, 0.0, 1)
