@@ -15,6 +15,8 @@ COMMANDS: dict[str, str] = {
     "an4": "oktopk.cli.data:An4",
     "relocate": "oktopk.cli.data:Relocate",
     "check": "oktopk.cli.data:Check",
+    "images": "oktopk.cli.data_sets:Images",
+    "text": "oktopk.cli.data_sets:Text",
 }
 
 

@@ -1,0 +1,98 @@
+"""`oktopk data images` and `oktopk data text`: what a data set is, whether it is whole, and its place in the cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+
+from oktopk.cli.console import console
+
+
+@dataclass(frozen=True)
+class Images:
+    """Check an image set and prepare it for `oktopk train vision`.
+
+    DATA is 'shapes' (embedded), the CIFAR-10 python archive or its folder, a folder with MNIST's IDX files, or a folder
+    with train/CLASS/ and val/CLASS/ of images. What is missing or damaged is named, with where to get it.
+
+    Example:
+      oktopk data images shapes
+    """
+
+    data: Annotated[str, tyro.conf.Positional] = "shapes"  # name or path of the set
+    size: int = 32  # pixels per side that images of a folder must have
+    resize: bool = False  # images of a folder may have any size: they are cropped and scaled while training
+    verify: bool = True  # compare CIFAR-10 with the published checksums
+
+    def __call__(self) -> int:
+        from oktopk.workloads.vision.data import load_images
+
+        images = load_images(self.data, self.size, self.resize, self.verify)
+        colours = "colour" if images.channels == 3 else "grey"
+        _say(f"{self.data}: {images.layout}, {len(images.classes)} classes, {images.size}x{images.size}, {colours}")
+        _say(f"  training   {len(images.train):>7} images")
+        _say(f"  validation {len(images.valid):>7} images")
+        return _ready(f"oktopk train vision --data {self.data}")
+
+
+@dataclass(frozen=True)
+class Text:
+    """Check a text corpus and prepare it for `oktopk train ptb` and `oktopk train bert`.
+
+    DATA is 'docstrings' (embedded), a folder or the original archive of PTB or WikiText, or plain text with one
+    sentence per line and blank lines between documents.
+
+    Example:
+      oktopk data text docstrings
+    """
+
+    data: Annotated[str, tyro.conf.Positional] = "docstrings"  # name or path of the corpus
+    words: int = 4_000  # vocabulary of the word model: 4000 small, 10000 ptb, 33278 wikitext2
+    pieces: int = 4_000  # WordPiece vocabulary to train: 4000 small, 30522 base
+    vocabulary: str | None = None  # a vocab.txt to use instead of training one
+    length: int = 64  # pieces per pair of bert
+
+    def __call__(self) -> int:
+        from oktopk.workloads.text import find_text
+
+        files = find_text(self.data)
+        _say(f"{self.data}: {files.layout}, {len(files.train)} training files, {len(files.valid)} validation files")
+        if files.valid:
+            self._prepare_words()
+        else:
+            _say("  ptb  needs a validation part: name two files train.txt and valid.txt in one folder")
+        self._prepare_pairs()
+        return _ready(f"oktopk train bert --data {self.data}")
+
+    def _prepare_words(self) -> None:
+        from oktopk.workloads.ptb.data import load_words
+
+        words = load_words(self.data, self.words)
+        _say(f"  ptb  {len(words.train)} training words, {len(words.valid)} validation words, "
+             f"vocabulary {len(words.vocabulary)}")  # fmt: skip
+
+    def _prepare_pairs(self) -> None:
+        try:
+            from oktopk.workloads.bert.data import Corpus, load_corpus
+        except ModuleNotFoundError as error:
+            _say(f"  bert needs the module {error.name!r}: pip install 'oktopk[bert]'")
+            return
+        folder, pieces = load_corpus(self.data, self.vocabulary, self.pieces)
+        for part in ("train", "valid"):
+            corpus = Corpus(folder, part, self.length)
+            counts = ", ".join(f"{count} {what}" for what, count in corpus.counts.items())
+            _say(f"  bert {part}: {counts}; {corpus.skipped} documents of one sentence left out")
+        _say(f"  bert vocabulary {len(pieces)}")
+
+
+def _ready(command: str) -> int:
+    from oktopk.workloads.cache import cache_root
+
+    _say(f"Ready, prepared in {cache_root()}. Train with: {command}")
+    return 0
+
+
+def _say(text: str) -> None:
+    console().print(text, markup=False, soft_wrap=True)
