@@ -43,6 +43,18 @@ def test_the_contract_holds_over_threads(variant: Any, world_size: int, wire: st
         check_all(ranks, _cost_name(algorithm, options), wire)
 
 
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("variant", VARIANTS, ids=_name)
+def test_the_contract_holds_with_the_reference_kernels(
+    variant: Any, wire: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OKTOPK_KERNELS", "reference")
+    algorithm, options = variant
+    for case in CASES[:6]:
+        ranks = run_world(3, lambda t, c=case: observe(t, t.rank, algorithm, c, wire=wire, **options))
+        check_all(ranks, _cost_name(algorithm, options), wire)
+
+
 def _cost_name(algorithm: str, options: dict[str, Any]) -> str:
     return "topkdsa" if "split_and_reduce" in options else algorithm
 
