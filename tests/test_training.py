@@ -22,6 +22,7 @@ from oktopk.training.world import World, joined_world
 from oktopk.transport import ThreadWorld
 from oktopk.workloads.base import Recipe
 from toy import ToyWorkload
+from trainings import plain_kernels as plain_kernels
 from trainings import strict_rows, toy_config, train_alone, train_as_rank
 from worlds import run_processes, start
 

@@ -27,6 +27,7 @@ from trainings import (
     train_alone,
     train_as_rank,
 )
+from trainings import plain_kernels as plain_kernels
 from worlds import run_processes
 
 # The compiled kernels are tested elsewhere; here they would only make every process slower to start.

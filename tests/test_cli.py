@@ -1,0 +1,243 @@
+"""The command line: help that helps, errors that say what to do, flags and files that mean the same."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from oktopk.cli.arguments import merged, take, to_flags
+from oktopk.cli.compare import Compare
+from oktopk.cli.console import bytes_text, duration_text
+from oktopk.cli.main import COMMANDS, main, resolve
+from oktopk.cli.progress import epoch_text
+from oktopk.cli.train import Train, as_config, to_argv
+from oktopk.errors import ConfigError
+from oktopk.training.journal import EpochEntry
+from trainings import TOY, toy_config, train_alone
+from trainings import plain_kernels as plain_kernels
+
+pytestmark = [pytest.mark.usefixtures("plain_kernels"), pytest.mark.timeout(400)]
+CONFIGS = Path(__file__).parent.parent / "configs"
+
+
+def commands() -> list[list[str]]:
+    """Every command and sub-command."""
+    found = []
+    for name, (target, _) in COMMANDS.items():
+        command = resolve(target)
+        found += [[name, sub] for sub in command] if isinstance(command, dict) else [[name]]
+    return found
+
+
+def test_every_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in commands():
+        assert main([*words, "--help"]) == 0, words
+        assert "Example:" in capsys.readouterr().out, words
+
+
+def test_the_list_of_commands_says_what_each_is_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    listed = capsys.readouterr().out
+    assert all(name in listed for name in COMMANDS)
+    assert main([]) == 2
+    assert main(["--version"]) == 0
+
+
+def test_a_wrong_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trian"]) == 2
+    assert "Did you mean 'train'?" in capsys.readouterr().err
+
+
+def test_a_wrong_flag_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", TOY, "--densty", "0.1"]) == 2
+    assert "--density" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["train", "speach"], "Did you mean 'speech'?"),
+        (["train", TOY, "--algorithm", "oktop"], "Did you mean 'oktopk'?"),
+        (["train", TOY, "--config", "nowhere.toml"], "no configuration file"),
+        (["train", TOY, "--config"], "wants a value"),
+        (["train", "--resume", "nowhere"], "no last checkpoint"),
+        (["inspect", "nowhere"], "is not a run"),
+        (["evaluate", "nowhere"], "no best checkpoint"),
+        (["compare", TOY, "--algorithms", "dense,okto"], "Did you mean 'oktopk'?"),
+        (["compare", TOY, "--sweep", "densty=1"], "Did you mean 'density'?"),
+        (["launch", "slurm"], "after --"),
+    ],
+)
+def test_an_error_is_one_clear_message(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert said in error and "Traceback" not in error
+
+
+def test_traceback_shows_where_an_error_came_from() -> None:
+    with pytest.raises(ConfigError):
+        main(["train", "speach", "--traceback"])
+
+
+def test_values_that_make_no_sense_name_the_field(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", TOY, "--density", "2.0"]) == 2
+    assert "density must be in (0, 1]" in " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(
+        f'workload = "{TOY}"\nlr = 0.5\nepochs = 7\nlr-steps = [2, 4]\ntensorboard = false\nlr_linear_decay = true\n'
+        "[density_schedule]\n0 = 0.5\n10 = 0.1\n[workload_options]\nbatches = 3\n[algorithm_options]\ncap = 2.0\n"
+    )
+    command = Train.parse(["--config", str(file), "--epochs", "9"], "oktopk train")
+    assert (command.workload, command.lr, command.epochs, command.lr_steps) == (TOY, 0.5, 9, (2, 4))
+    assert (command.tensorboard, command.lr_linear_decay) == (False, True)
+    assert command.density_schedule == {0: 0.5, 10: 0.1}
+    assert command.workload_options["batches"] == 3
+    assert command.algorithm_options["cap"] == 2.0
+
+
+def test_arguments_made_from_a_command_parse_to_the_same_command() -> None:
+    given = [TOY, "--workers", "3", "--lr", "0.1", "--lr-steps", "2", "3", "--no-tensorboard", "--batches", "4"]
+    given += ["--algorithm", "gaussiank", "--corrections", "2", "--density-schedule", "0", "0.5", "9", "0.1", "--quiet"]
+    command = Train.parse(given, "oktopk train")
+    assert Train.parse(to_argv(command), "oktopk train") == command
+
+
+def test_options_of_the_workload_and_the_algorithm_are_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", TOY, "--algorithm", "gaussiank", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "--dropout" in shown and "--corrections" in shown and "--reestimate-every" not in shown
+
+
+def test_a_dry_run_prints_the_configuration_and_the_launch_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", TOY, "--workers", "2", "--density", "0.25", "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    configuration, _, launch = shown.partition("launch: ")
+    assert json.loads(configuration)["lr"] == 0.02  # from the recipe
+    assert json.loads(configuration)["density"] == 0.25
+    assert "torchrun --standalone --nproc-per-node 2 -m oktopk.cli train toy:ToyWorkload" in launch
+    assert "--dry-run" not in launch
+
+
+@pytest.mark.parametrize("name", [path.name for path in sorted(CONFIGS.glob("*.toml"))])
+def test_every_configuration_file_parses(name: str) -> None:
+    kind = Compare if name.startswith("sweep") else Train
+    command = kind.parse(["--config", str(CONFIGS / name)], "oktopk")
+    assert as_config(command).workload
+
+
+def test_the_extended_configuration_leaves_the_warm_up_by_twelve_steps() -> None:
+    command = Train.parse(["--config", str(CONFIGS / "lstm_extended.toml")], "oktopk train")
+    steps = 948 // (command.workers * (command.batch_size or 0)) * (command.epochs or 0)
+    assert (steps, command.warmup_steps) == (140, 128)
+
+
+def test_the_sweep_is_a_grid_of_six() -> None:
+    command = Compare.parse(["--config", str(CONFIGS / "sweep_density.toml")], "oktopk compare")
+    variants = command.variants()
+    assert [(v.density, v.lr) for v in variants] == [(d, lr) for d in (0.02, 0.05, 0.1) for lr in (0.002, 0.004)]
+    assert len({v.name for v in variants}) == 6
+
+
+def test_a_run_can_be_trained_inspected_evaluated_and_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = ["--runs", str(tmp_path), "--no-tensorboard", "--min-numel", "0", "--epochs", "2"]
+    assert main(["train", TOY, *common, "--name", "one"]) == 0
+    shown = capsys.readouterr().out
+    assert "[rank 0 step 6] epoch 0 train loss" in shown
+    assert "sparse from step 3 on" in shown
+    assert "sparse 6/6 steps, sparsity 0.900, ratio 10.0" in shown
+    assert main(["inspect", str(tmp_path / "one")]) == 0
+    assert "step-00000012" in capsys.readouterr().out
+    assert main(["inspect", str(tmp_path / "one"), "--csv"]) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [row["epoch"] for row in rows] == ["0", "1"]
+    assert main(["inspect", str(tmp_path / "one" / "checkpoints" / "step-00000012")]) == 0
+    assert "owed by 0" in capsys.readouterr().out
+    assert main(["evaluate", str(tmp_path / "one")]) == 0
+    assert "error" in capsys.readouterr().out
+    assert main(["compare", TOY, *common, "--algorithms", "dense,oktopk", "--name", "both"]) == 0
+    shown = capsys.readouterr().out
+    assert "both-dense" in shown and "speed-up" in shown and "comparison.html" in shown
+
+
+def test_resume_takes_the_configuration_of_the_run_and_the_flags_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train_alone(toy_config(tmp_path, "run", epochs=1, lr=0.01))
+    assert main(["train", "--resume", str(tmp_path / "run"), "--epochs", "2"]) == 0
+    assert "resumed at step 6" in capsys.readouterr().out
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert (config["epochs"], config["lr"], config["workload"]) == (2, 0.01, TOY)
+    assert main(["train", TOY, "--resume", str(tmp_path / "run"), "--preset", "wide", "--epochs", "3"]) == 2
+    assert "another model" in capsys.readouterr().err
+
+
+def test_quiet_says_only_how_it_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", TOY, "--runs", str(tmp_path), "--no-tensorboard", "--epochs", "1", "--quiet"]) == 0
+    assert capsys.readouterr().out.startswith("done: 6 steps")
+
+
+def test_a_run_inside_its_warm_up_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", TOY, "--runs", str(tmp_path), "--epochs", "1", "--warmup-steps", "128"]) == 0
+    assert "All 6 steps were inside the dense warm-up of 128 steps" in capsys.readouterr().out
+
+
+def test_the_doctor_ends_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["doctor"])
+    lines = capsys.readouterr().out.strip().splitlines()
+    assert (code, lines[-1]) == (0, "ready")
+    assert any("collectives on 2 processes" in line and "correct" in line for line in lines)
+
+
+@pytest.mark.parametrize("system", ["slurm", "pbs"])
+def test_a_job_script_holds_the_command_and_the_numbers(system: str, tmp_path: Path) -> None:
+    out = tmp_path / "job.sh"
+    words = [
+        "launch",
+        system,
+        "--nodes",
+        "3",
+        "--workers",
+        "2",
+        "--out",
+        str(out),
+        "--",
+        "train",
+        "speech",
+        "--lr",
+        "0.1",
+    ]
+    assert main(words) == 0
+    script = out.read_text()
+    assert script.startswith("#!/bin/bash") and "oktopk train speech --lr 0.1" in script
+    assert ("--nodes=3" if system == "slurm" else "select=3") in script
+    assert ("USR1" if system == "slurm" else "mpirun -np 6") in script
+
+
+def test_an_epoch_in_words_names_both_phases() -> None:
+    entry = EpochEntry(5, 14, 2, 12, 0, 3.0, 9.0, 1.6, 0.98, 50.2, 2e7, 1.9e6, 1.93e8, {"loss": 1.0, "WER": 0.5})
+    assert epoch_text(entry, "WER") == (
+        "epoch 5 train loss 1.60 | dense 2/14 steps, sent 193 MB/step | sparse 12/14 steps, sparsity 0.980, "
+        "ratio 50.2, sent 1.9 MB/step (dense 193 MB) | validation WER 0.500, loss 1.000 | 3.0s"
+    )
+
+
+def test_numbers_read_well() -> None:
+    assert [bytes_text(n) for n in (5, 1900, 27_000, 1.9e6, 193e6)] == ["5 B", "1.9 kB", "27 kB", "1.9 MB", "193 MB"]
+    assert [duration_text(s) for s in (0.5, 45, 200, 7500)] == ["0.5s", "45s", "3m20s", "2h05m"]
+
+
+def test_flags_of_values_and_values_of_flags() -> None:
+    assert take(["--a", "1", "--config=x", "b"], "--config") == ("x", ["--a", "1", "b"])
+    assert to_flags({"a_b": [1, 2], "c": True, "d": False, "e": None}, {"c": bool, "d": bool}) == [
+        "--a-b", "1", "2", "--c", "--no-d",
+    ]  # fmt: skip
+    assert merged({"lr": 1}, ["speech", "--lr", "2"], {}) == ["speech", "--lr", "1", "--lr", "2"]

@@ -1,0 +1,220 @@
+"""Launching: reading launchers' variables, dividing cores, stopping without orphans, surviving kill -9."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from oktopk.errors import ConfigError
+from oktopk.training.launch import cores_of, launch_command, threads_per_worker
+from oktopk.training.place import find_place, first_host
+from trainings import TOY, final_weights, strict_rows
+from trainings import plain_kernels as plain_kernels
+
+pytestmark = [pytest.mark.usefixtures("plain_kernels"), pytest.mark.timeout(400)]
+TESTS = Path(__file__).parent
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        (
+            {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "n"},
+            (3, 8, 1, 2),
+        ),
+        (
+            {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+             "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+            (1, 2, 1, 2),
+        ),
+        ({"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}, (1, 4, 1, 4)),
+        ({"PMI_RANK": "3", "PMI_SIZE": "4"}, (3, 4, 3, 4)),
+        (
+            {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "6", "SLURM_LOCALID": "1", 
+             "SLURM_STEP_TASKS_PER_NODE": "2(x3)", "SLURM_STEP_NODELIST": "gpu[03-05]", "SLURM_JOB_ID": "77"},
+            (5, 6, 1, 2),
+        ),
+    ],
+)  # fmt: skip
+def test_the_variables_of_each_launcher_are_understood(variables: dict[str, str], expected: tuple[int, ...]) -> None:
+    place = find_place(variables)
+    assert place is not None
+    assert (place.rank, place.world_size, place.local_rank, place.local_world_size) == expected
+
+
+def test_without_a_launcher_there_is_no_place() -> None:
+    assert find_place({}) is None
+    assert find_place({"SLURM_PROCID": "0", "SLURM_JOB_ID": "7"}) is None  # a batch script, not srun
+
+
+def test_torchrun_inside_srun_is_torchrun() -> None:
+    slurm = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0"}
+    place = find_place(slurm | {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "a"})
+    assert place is not None and (place.rank, place.launcher) == (3, "torchrun")
+
+
+def test_ranks_of_one_job_meet_and_jobs_do_not() -> None:
+    base = {
+        "SLURM_PROCID": "0",
+        "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_LOCALID": "0",
+        "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    }
+    base |= {"SLURM_STEP_NODELIST": "n[1-2]"}
+    one = find_place(base | {"SLURM_JOB_ID": "1"})
+    again = find_place(base | {"SLURM_JOB_ID": "1", "SLURM_PROCID": "3"})
+    other = find_place(base | {"SLURM_JOB_ID": "2"})
+    assert one and again and other
+    assert (one.address, one.port) == (again.address, again.port) == ("n1", one.port)
+    assert one.port != other.port
+
+
+def test_several_hosts_without_a_meeting_point_are_a_clear_error() -> None:
+    with pytest.raises(ConfigError, match="MASTER_ADDR"):
+        find_place({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"})
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("n1", "n1"), ("n1,n2", "n1"), ("gpu[03-05,9]", "gpu03"), ("a[7]-x,b", "a7-x"), ("login,gpu[1-2]", "login")],
+)
+def test_the_first_host_of_a_node_list(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+
+
+def test_cores_are_divided_fairly() -> None:
+    assert [threads_per_worker(n, cores=8) for n in (1, 2, 3, 8, 16)] == [8, 4, 2, 1, 1]
+    assert cores_of(1, 2, range(8)) == [4, 5, 6, 7]
+    assert cores_of(1, 2, [0, 1]) == []  # one core each: computing and communicating could not overlap
+    assert "--nproc-per-node 2 -m oktopk.cli" in launch_command(2, ["oktopk.cli", "train"])
+
+
+def start(runs: Path, name: str, *words: str, **environment: str) -> subprocess.Popen[str]:
+    """`oktopk train` with two workers, as a user starts it."""
+    command = [sys.executable, "-m", "oktopk.cli", "train", TOY, "--workers", "2", "--runs", str(runs), "--name", name]
+    return subprocess.Popen(
+        [*command, "--no-tensorboard", "--min-numel", "0", *words],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=TESTS, env=os.environ | environment,
+    )  # fmt: skip
+
+
+def wait_for(path: Path, seconds: float = 120.0) -> None:
+    end = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < end, f"{path} did not appear"
+        time.sleep(0.1)
+
+
+def test_a_killed_run_resumed_ends_with_the_weights_of_one_that_was_not(tmp_path: Path) -> None:
+    words = ["--epochs", "5", "--checkpoint-every", "4", "--kill-at", "21"]  # inside epoch 3
+    whole = start(tmp_path, "whole", *words)
+    output = whole.communicate(timeout=200)[0]
+    assert whole.returncode == 0, output
+    killed = start(tmp_path, "killed", *words, TOY_KILLED=str(tmp_path / "marker"))
+    output = killed.communicate(timeout=200)[0]
+    assert killed.returncode == 2, output
+    assert "killed by SIGKILL" in output and "--resume" in output
+    resumed = subprocess.run(
+        [sys.executable, "-m", "oktopk.cli", "train", "--resume", str(tmp_path / "killed")],
+        cwd=TESTS, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert resumed.returncode == 0, resumed.stderr
+    one, other = final_weights(tmp_path / "whole"), final_weights(tmp_path / "killed")
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    steps = [row["step"] for row in strict_rows(tmp_path / "killed" / "steps.jsonl")]
+    assert steps == list(range(30))
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGUSR1, 0), (signal.SIGINT, 130)])
+def test_a_signal_to_the_launcher_writes_a_checkpoint_and_leaves_no_orphan(
+    number: signal.Signals, code: int, tmp_path: Path
+) -> None:
+    process = start(tmp_path, "run", "--epochs", "100000", "--checkpoint-every", "5")
+    wait_for(tmp_path / "run" / "checkpoints" / "last.json")
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(number)
+    output = process.communicate(timeout=100)[0]
+    assert process.returncode == code, output
+    assert f"stopped by {number.name}" in output and "--resume" in output
+    assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_workers_do_not_outlive_a_launcher_that_was_killed(tmp_path: Path) -> None:
+    process = start(tmp_path, "run", "--epochs", "100000")
+    wait_for(tmp_path / "run" / "checkpoints" / "last.json")
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    _, alive = psutil.wait_procs(children, timeout=60)
+    assert not alive
+
+
+def test_bad_data_on_one_worker_is_one_message(tmp_path: Path) -> None:
+    process = start(tmp_path, "run", "--fail-at", "4")
+    output = process.communicate(timeout=200)[0]
+    assert process.returncode == 2
+    assert output.count("sample 17 is a stone") == 1 and "Traceback" not in output
+
+
+@pytest.mark.slow
+def test_the_same_command_joins_the_world_of_torchrun(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "oktopk.cli",
+    ]
+    words = ["train", TOY, "--workers", "4", "--runs", str(tmp_path), "--name", "run", "--no-tensorboard"]
+    ended = subprocess.run([*command, *words], cwd=TESTS, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    assert "2 workers" in ended.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="Open MPI is not installed: there is no mpirun")
+def test_the_same_command_joins_the_world_of_mpirun(tmp_path: Path) -> None:
+    words = ["train", TOY, "--runs", str(tmp_path), "--name", "run", "--no-tensorboard"]
+    command = [
+        "mpirun",
+        "--allow-run-as-root",
+        "--oversubscribe",
+        "-np",
+        "2",
+        sys.executable,
+        "-m",
+        "oktopk.cli",
+        *words,
+    ]
+    ended = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    assert "2 workers" in ended.stdout
+
+
+def test_ranks_that_only_have_pmi_variables_form_a_world(tmp_path: Path) -> None:
+    """What mpirun of MPICH does, by hand: two processes that know rank and size, and a port."""
+    from worlds import free_port
+
+    port = str(free_port())
+    words = ["train", TOY, "--runs", str(tmp_path), "--name", "run", "--no-tensorboard", "--epochs", "1"]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "oktopk.cli", *words], cwd=TESTS, stdout=subprocess.PIPE, text=True,
+            env=os.environ | {"PMI_RANK": str(rank), "PMI_SIZE": "2", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    outputs = [rank.communicate(timeout=200)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    assert "2 workers" in outputs[0] and outputs[1] == ""
