@@ -134,11 +134,16 @@ def _relative_links(text: str) -> list[str]:
     return [target for target in targets if not re.match(r"[a-z]+:", target)]
 
 
-def run_all(blocks: list[Block], directory: Path) -> None:
+def show_project(directory: Path) -> None:
+    """Make a directory look like a checkout whose environment is set up."""
     for name in SEEN_BY_BLOCKS:
         if (ROOT / name).exists():
             (directory / name).symlink_to(ROOT / name)
     (directory / ".venv").symlink_to(sys.prefix)  # `make setup` finds that everything is there
+
+
+def run_all(blocks: list[Block], directory: Path) -> None:
+    show_project(directory)
     before = ""  # the python blocks that the next one may continue
     for number, block in enumerate(blocks):
         if block.language == "python":
@@ -154,7 +159,7 @@ def _run(block: Block, command: list[str], directory: Path) -> None:
     done = subprocess.run(
         command,
         cwd=directory,
-        env=_environment(),
+        env=environment(),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -164,7 +169,7 @@ def _run(block: Block, command: list[str], directory: Path) -> None:
     assert done.returncode == block.exit_code, said
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("COV_", "PYTEST_"))}
     return kept | {"PATH": path, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", "COLUMNS": "120"}
@@ -229,7 +234,7 @@ _HELP: dict[tuple[str, ...], str] = {}
 def _help(command: tuple[str, ...]) -> str:
     if command not in _HELP:
         oktopk = [sys.executable, "-c", "import sys, oktopk.cli; sys.exit(oktopk.cli.main())"]
-        environment = _environment() | {"COLUMNS": "400"}
-        done = subprocess.run([*oktopk, *command, "--help"], capture_output=True, text=True, env=environment)
+        wide = environment() | {"COLUMNS": "400"}
+        done = subprocess.run([*oktopk, *command, "--help"], capture_output=True, text=True, env=wide)
         _HELP[command] = done.stdout + done.stderr if done.returncode == 0 else ""
     return _HELP[command]
