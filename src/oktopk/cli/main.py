@@ -29,6 +29,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "inspect": ("oktopk.cli.inspect:Inspect", "Say what a run or a checkpoint holds."),
     "data": ("oktopk.cli.data:COMMANDS", "Prepare, repair and check corpora."),
     "bench": ("oktopk.cli.bench:COMMANDS", "Measure kernels, wire formats, collectives and training steps."),
+    "results": (
+        "oktopk.cli.results:Results",
+        "Train the small presets under every algorithm and write docs/results.md.",
+    ),
     "plan": ("oktopk.cli.plan:Plan", "Predict what each algorithm costs on a cluster you describe."),
     "advise": ("oktopk.cli.plan:Advise", "Recommend an algorithm and density for a cluster you describe."),
     "launch": ("oktopk.cli.launch:COMMANDS", "Write a job script for SLURM or PBS."),

@@ -38,7 +38,7 @@ _VGG = Recipe(
 _RESNET = replace(_VGG, weight_decay=1e-4, batch_size=32)
 _IMAGENET = replace(_VGG, weight_decay=1e-4, batch_size=32, epochs=90, lr_steps=(30, 60, 80), lr_warmup_epochs=5)
 _SMALL = Recipe(
-    optimizer="sgd", lr=0.05, momentum=0.9, weight_decay=5e-4, batch_size=32, epochs=6, lr_linear_decay=True,
+    optimizer="sgd", lr=0.03, momentum=0.9, weight_decay=5e-4, batch_size=16, epochs=3, lr_linear_decay=True,
     density=0.02, warmup_steps=64,
 )  # fmt: skip
 PRESETS = {

@@ -1,0 +1,70 @@
+"""The results table: what counts as finished, what counts as good, and where it is written."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from oktopk.bench.results import BEGIN, END, Outcome, Trial, read_outcome, rows, section, trials, write_section
+from oktopk.cli import main
+
+
+def outcome(algorithm: str, seed: int, value: float, lower: bool = False) -> Outcome:
+    density = 1.0 if algorithm == "dense" else 0.02
+    return Outcome(Trial("vision", algorithm, seed), "accuracy", lower, value, 10_000_000, 100_000_000, 60.0, density)
+
+
+def write_run(runs, trial, **changed):
+    folder = runs / trial.name
+    folder.mkdir(parents=True)
+    summary = {
+        "metric": "accuracy", "validation": {"accuracy": 0.9, "loss": 0.3}, "bytes_sent": 5, "dense_bytes": 50,
+        "wall_seconds": 1.5,
+    } | changed  # fmt: skip
+    (folder / "config.json").write_text(json.dumps({"lower_is_better": False, "density": 0.02}))
+    (folder / "summary.json").write_text(json.dumps(summary))
+
+
+def test_only_runs_that_ran_to_their_end_count(tmp_path):
+    whole, stopped, unseen = (Trial("vision", "oktopk", seed) for seed in range(3))
+    write_run(tmp_path, whole)
+    write_run(tmp_path, stopped, stopped_by="SIGTERM")
+    assert read_outcome(tmp_path, whole).value == 0.9
+    assert read_outcome(tmp_path, stopped) is None and read_outcome(tmp_path, unseen) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "lower", "good"),
+    [(0.90, False, True), (0.895, False, True), (0.85, False, False), (0.99, False, True), (0.95, True, False)],
+)
+def test_good_means_two_deviations_or_one_percent_or_better(value, lower, good):
+    dense = [outcome("dense", seed, 0.9 + 0.003 * (seed - 1), lower) for seed in range(3)]
+    table = rows([*dense, outcome("oktopk", 0, value, lower)])
+    assert [row.as_good_as_dense for row in table] == [None, good]
+    assert table[0].mean == pytest.approx(0.9) and table[0].deviation == pytest.approx(0.003)
+
+
+def test_seeds_come_first_so_that_early_tables_are_complete():
+    assert [trial.name for trial in trials(["ptb"], ["dense", "oktopk"], [0, 1])] == [
+        "ptb-dense-seed0", "ptb-oktopk-seed0", "ptb-dense-seed1", "ptb-oktopk-seed1",
+    ]  # fmt: skip
+
+
+def test_the_page_keeps_what_others_wrote(tmp_path):
+    path = tmp_path / "docs" / "results.md"
+    text = section(rows([outcome("dense", 0, 0.9), outcome("oktopk", 0, 0.9)]), "oktopk results", 2)
+    write_section(path, text)
+    path.write_text(path.read_text() + "\n## Speech\n\nmore\n")
+    write_section(path, text.replace("0.9", "0.8"))
+    page = path.read_text()
+    assert page.startswith("# Results") and page.endswith("## Speech\n\nmore\n")
+    assert page.count(BEGIN) == page.count(END) == 1
+    assert "| oktopk | 0.8 ± 0 | 1 | yes | 10.0 MB | 10.0% | 60 s |" in page
+
+
+def test_unknown_names_are_refused(capsys):
+    assert main(["results", "--workloads", "visoin"]) == 2
+    assert main(["results", "--algorithms", "dens"]) == 2
+    assert main(["results", "--seeds", "a"]) == 2
+    assert "Did you mean 'vision'" in capsys.readouterr().err
