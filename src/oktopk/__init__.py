@@ -7,9 +7,12 @@
 """
 
 from oktopk.algorithms import ALGORITHMS
+from oktopk.checkpoint import RankState, load, save
 from oktopk.config import PAPER_BERT, PAPER_LSTM, PAPER_VGG
 from oktopk.errors import OkTopkError
 from oktopk.front_ends.ddp import HookState, hook, register
+from oktopk.front_ends.fsdp import register_fsdp
+from oktopk.front_ends.optimizer import DistributedOptimizer
 from oktopk.metrics import StepRecord
 from oktopk.reducer import Reducer, sparse_allreduce
 from oktopk.schedule import exponential_warmup
@@ -22,14 +25,19 @@ __all__ = [
     "PAPER_BERT",
     "PAPER_LSTM",
     "PAPER_VGG",
+    "DistributedOptimizer",
     "HookState",
     "OkTopkError",
+    "RankState",
     "Reduced",
     "Reducer",
     "SparseVector",
     "StepRecord",
     "exponential_warmup",
     "hook",
+    "load",
     "register",
+    "register_fsdp",
+    "save",
     "sparse_allreduce",
 ]

@@ -1,0 +1,271 @@
+"""A reducer on disk: one safetensors file per rank, and a manifest that makes them one checkpoint.
+
+The manifest is written last and replaces the one before in one move, so that a directory always holds a whole
+checkpoint, the old or the new, whenever the power goes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from oktopk.errors import CheckpointError, ConfigError
+from oktopk.reducer import Reducer
+from oktopk.transport.base import Transport
+
+T = TypeVar("T")
+VERSION = 1
+MANIFEST = "manifest.json"
+_TENSOR = "__tensor__"  # stands in the JSON part for a tensor, under its key
+
+OnWorldChange = Literal["redistribute", "reset"]
+
+
+@dataclass(frozen=True)
+class RankFile:
+    """One rank's part of a checkpoint."""
+
+    rank: int
+    name: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What makes the files of a directory one checkpoint."""
+
+    version: int
+    algorithm: str
+    world_size: int
+    step: int
+    files: tuple[RankFile, ...]
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+
+def save(reducer: Reducer, directory: str | os.PathLike[str]) -> Path:
+    """Write the state of all ranks into a directory that all of them see. Every rank must call this.
+
+    When it returns, the checkpoint is on disk; an older one in the same directory is then gone, never before.
+    """
+    folder = Path(directory)
+    data = pack(reducer.communicate(lambda _: reducer.state_dict()))
+    mine = _together(reducer, lambda: _write_rank(folder, reducer, data))
+    files = tuple(RankFile(**entry) for entry in _gather(reducer, asdict(mine)))
+    manifest = Manifest(VERSION, reducer.algorithm, reducer.world_size, reducer.step, files)
+    _together(reducer, lambda: _commit(folder, manifest) if reducer.rank == 0 else None)
+    return folder / MANIFEST
+
+
+def load(
+    reducer: Reducer, directory: str | os.PathLike[str], on_world_change: OnWorldChange = "redistribute"
+) -> Manifest:
+    """Continue from a checkpoint. Every rank must call this, on a reducer made with the same settings.
+
+    At another world size, "redistribute" adds the residuals of the old ranks up on the new ones, so that no gradient
+    is lost, and "reset" drops them; thresholds and regions are found anew.
+    """
+    if on_world_change not in ("redistribute", "reset"):
+        raise ConfigError(f"on_world_change must be 'redistribute' or 'reset', got {on_world_change!r}.")
+    manifest, state = _together(reducer, lambda: _read(reducer, Path(directory), on_world_change))
+    _together(reducer, lambda: reducer.load_state_dict(state))
+    return manifest
+
+
+class RankState:
+    """A reducer for `torch.distributed.checkpoint`: `dcp.save({"reducer": oktopk.RankState(reducer)}, ...)`.
+
+    Each rank's state goes under a key of its own, because DCP keeps only one of several equal keys.
+    """
+
+    def __init__(self, reducer: Reducer) -> None:
+        self._reducer = reducer
+        self._key = f"rank {reducer.rank} of {reducer.world_size}"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {self._key: pack(self._reducer.communicate(lambda _: self._reducer.state_dict()))}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self._reducer.load_state_dict(unpack(state_dict[self._key]))
+
+
+# -- one rank's file ---------------------------------------------------------------------------------------------
+
+
+def pack(state: Mapping[str, Any]) -> bytes:
+    """A state as a safetensors file: tensors as such, everything else as JSON in its header."""
+    tensors: dict[str, Tensor] = {}
+    plain = json.dumps(_take_out(state, "", tensors))
+    return bytes(_safetensors().save(tensors, {"state": plain}))
+
+
+def unpack(data: bytes) -> dict[str, Any]:
+    """The inverse of `pack`. Runs no code from the file."""
+    try:
+        tensors = _safetensors().load(data)
+        length = int.from_bytes(data[:8], "little")
+        plain = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["state"])
+    except Exception as error:
+        raise CheckpointError(f"this is not the state of a reducer: {error}") from error
+    state: dict[str, Any] = _put_back(plain, tensors)
+    return state
+
+
+def _take_out(value: Any, key: str, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        tensors[key] = value.detach().cpu().contiguous()
+        return {_TENSOR: key}
+    if isinstance(value, Mapping):
+        return {str(name): _take_out(part, f"{key}/{name}", tensors) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_take_out(part, f"{key}/{index}", tensors) for index, part in enumerate(value)]
+    return value
+
+
+def _put_back(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(value, dict):
+        if set(value) == {_TENSOR}:
+            return tensors[value[_TENSOR]]
+        return {name: _put_back(part, tensors) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_put_back(part, tensors) for part in value]
+    return value
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise CheckpointError("checkpoints need the package safetensors: pip install 'oktopk[trainer]'.") from error
+    return safetensors.torch
+
+
+# -- writing -----------------------------------------------------------------------------------------------------
+
+
+def _write_rank(folder: Path, reducer: Reducer, data: bytes) -> RankFile:
+    folder.mkdir(parents=True, exist_ok=True)
+    digest = sha256(data).hexdigest()
+    # The digest in the name keeps a file from overwriting one that the current manifest still needs.
+    name = f"rank-{reducer.rank}-of-{reducer.world_size}-{digest[:12]}.safetensors"
+    _write(folder / name, data)
+    return RankFile(reducer.rank, name, len(data), digest)
+
+
+def _commit(folder: Path, manifest: Manifest) -> None:
+    _write(folder / MANIFEST, manifest.to_json().encode())
+    listed = {file.name for file in manifest.files}
+    for path in folder.glob("rank-*.safetensors*"):
+        if path.name not in listed:
+            path.unlink(missing_ok=True)
+
+
+def _write(path: Path, data: bytes) -> None:
+    """All of it or nothing: to a temporary file, to the disk, and then to its name."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the name too must survive
+    finally:
+        os.close(folder)
+
+
+# -- reading -----------------------------------------------------------------------------------------------------
+
+
+def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
+    """What a directory holds."""
+    path = Path(directory) / MANIFEST
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        files = tuple(RankFile(**file) for file in found.pop("files"))
+        manifest = Manifest(**found, files=files)
+    except FileNotFoundError:
+        raise CheckpointError(f"no checkpoint in {path.parent}: there is no {MANIFEST}.") from None
+    except (ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(f"{path} is damaged ({error}): take another checkpoint.") from error
+    if manifest.version != VERSION:
+        raise CheckpointError(f"{path} is of version {manifest.version}, and this library reads version {VERSION}.")
+    return manifest
+
+
+def _read(reducer: Reducer, folder: Path, on_world_change: OnWorldChange) -> tuple[Manifest, dict[str, Any]]:
+    manifest = read_manifest(folder)
+    if manifest.world_size == reducer.world_size:
+        return manifest, _read_rank(folder, manifest.files[reducer.rank])
+    state = _read_rank(folder, manifest.files[0])
+    inherited = manifest.files[reducer.rank :: reducer.world_size] if on_world_change == "redistribute" else ()
+    old = [_read_rank(folder, file) for file in inherited]
+    return manifest, state | {
+        "rank": reducer.rank,
+        "world_size": reducer.world_size,
+        "algorithms": {},  # regions and thresholds depend on the number of ranks
+        "residuals": _sum(part["residuals"] for part in old),
+        "velocities": _sum(part["velocities"] for part in old),
+    }
+
+
+def _read_rank(folder: Path, file: RankFile) -> dict[str, Any]:
+    path = folder / file.name
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing: every rank must see the directory that was saved into.") from None
+    if len(data) != file.bytes or sha256(data).hexdigest() != file.sha256:
+        raise CheckpointError(
+            f"{path} is damaged: expected {file.bytes} bytes with checksum {file.sha256[:12]}, got {len(data)} bytes "
+            f"with {sha256(data).hexdigest()[:12]}. Take another checkpoint."
+        )
+    return unpack(data)
+
+
+def _sum(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    total: dict[str, Tensor] = {}
+    for part in parts:
+        for name, vector in part.items():
+            total[name] = total[name] + vector if name in total else vector
+    return total
+
+
+# -- together ----------------------------------------------------------------------------------------------------
+
+
+def _together(reducer: Reducer, work: Callable[[], T]) -> T:
+    """Do it on every rank; when it fails on one, that one raises its error and the others one that names it."""
+    error: Exception | None = None
+    try:
+        result = work()
+    except Exception as failed:
+        error = failed
+    answers = _gather(reducer, None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    for rank, answer in enumerate(answers):
+        if answer is not None:
+            raise CheckpointError(f"rank {rank} failed: {answer}")
+    return result
+
+
+def _gather(reducer: Reducer, value: Any) -> list[Any]:
+    """Everyone's value, by rank."""
+
+    def exchange(transport: Transport) -> list[bytes]:
+        message = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(transport.device)
+        return [bytes(other.tolist()) for other in transport.all_gather(message)]
+
+    return [json.loads(message) for message in reducer.communicate(exchange)]

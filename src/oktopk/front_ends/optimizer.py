@@ -1,0 +1,248 @@
+"""For scripts without DDP: an optimizer that reduces gradients over ranks before it steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from oktopk.config import Density
+from oktopk.errors import ConfigError, OkTopkError, UnsupportedError
+from oktopk.front_ends.broadcast import broadcast_
+from oktopk.front_ends.flat import FlatBucket, Named, in_buckets, in_one_bucket
+from oktopk.front_ends.names import names_of
+from oktopk.reducer import Reducer
+
+
+class DistributedOptimizer(Optimizer):
+    """Wraps an optimizer; gradients are reduced bucket by bucket while backward goes on, and `step` waits for them.
+
+    `model` is the module, or its `named_parameters()` (then pass `buffers` too, if there are any). Rank 0's weights
+    and buffers are copied to every rank. `param_groups`, `state`, schedulers, closures, `state_dict` and `zero_grad`
+    are those of the wrapped optimizer; `reducer` holds residuals and records.
+
+    >>> import torch, oktopk
+    >>> model = torch.nn.Linear(4, 2)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> optimizer = oktopk.DistributedOptimizer(optimizer, model, density=0.5, min_numel=0)
+    >>> model(torch.ones(1, 4)).sum().backward()
+    >>> optimizer.step()
+    >>> optimizer.reducer.close()
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: nn.Module | Iterable[tuple[str, nn.Parameter]],
+        algorithm: str = "oktopk",
+        density: Density = 0.01,
+        warmup_steps: int = 0,
+        *,
+        buffers: Iterable[Tensor] = (),
+        accumulate: int = 1,
+        norm_clip: float | None = None,
+        norm_clip_after: float | None = None,
+        fold_learning_rate: bool = False,
+        fuse: str = "bucket",
+        bucket_mb: float = 25.0,
+        scaler: Any = None,
+        **options: Any,
+    ) -> None:
+        """Every rank must do this with the same arguments.
+
+        `accumulate`: backward passes per step; see also `no_sync`.
+        `norm_clip`: limit of the local gradient norm over all parameters, divided by the root of the world size as in
+            Deep Gradient Compression; there is no overlap then, since all gradients must be known first.
+        `norm_clip_after`: limit of the norm of the mean.
+        `fold_learning_rate`: residuals hold learning rate times gradient, as in the paper's algorithm, so that what is
+            sent late weighs as much as when it was computed.
+        `momentum_correction`, `factor_masking` and others: options of the reducer.
+        """
+        _check(optimizer, accumulate, fuse, options)
+        if scaler is not None:
+            options.setdefault("on_nonfinite", "skip")
+        self.inner = optimizer
+        self.reducer = Reducer(algorithm, density, warmup_steps=warmup_steps, **options)
+        named, buffers = _parameters(optimizer, model, buffers)
+        self.reducer.communicate(lambda transport: broadcast_([*(p for _, p in named), *buffers], transport))
+        trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+        self._buckets = in_one_bucket(trained) if fuse == "step" else in_buckets(trained, bucket_mb * 2**20)
+        self._accumulate, self._scaler, self._fold = accumulate, scaler, fold_learning_rate
+        self._norm_clip, self._norm_clip_after = norm_clip, norm_clip_after
+        self._groups = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        self._passes: dict[int, int] = {}
+        self._under_way: list[torch.futures.Future[Tensor]] = []
+        self._is_synchronised = self._is_paused = False
+        for _, parameter in trained:
+            parameter.register_post_accumulate_grad_hook(self._take)
+
+    # -- reducing ------------------------------------------------------------------------------------------------
+
+    def synchronize(self) -> None:
+        """Wait until every gradient is its mean over ranks; `step` does it unless you did, e.g. to clip by hand."""
+        while len(self._under_way) < len(self._buckets):
+            self._submit_next()
+        for bucket, reduced in zip(self._buckets, self._under_way, strict=True):
+            reduced.wait()
+            self._hand_back(bucket)
+        self._begin_again()
+        self._is_synchronised = True
+        if self._norm_clip_after is not None:
+            used = [p for bucket in self._buckets for _, p in bucket.parameters if p.grad is not None]
+            nn.utils.clip_grad_norm_(used, self._norm_clip_after)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes in this context only accumulate."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def _take(self, parameter: Tensor) -> None:
+        """A gradient is complete, after `accumulate` backward passes."""
+        if self._is_paused:
+            return
+        if self._is_synchronised:
+            raise OkTopkError("backward after synchronize(): call step() or zero_grad() between them.")
+        passes = self._passes[id(parameter)] = self._passes.get(id(parameter), 0) + 1
+        if passes > self._accumulate:
+            raise OkTopkError(
+                f"more than accumulate={self._accumulate} backward passes without step(): their gradients are on the "
+                "way already. Raise accumulate, or use no_sync() for all passes but the last."
+            )
+        while self._norm_clip is None and len(self._under_way) < len(self._buckets) and self._is_next_ready():
+            self._submit_next()
+
+    def _is_next_ready(self) -> bool:
+        bucket = self._buckets[len(self._under_way)]
+        return all(self._passes.get(id(parameter), 0) == self._accumulate for _, parameter in bucket.parameters)
+
+    def _submit_next(self) -> None:
+        if not self._under_way and self._scaler is not None and self._scaler.is_enabled():
+            self.reducer.set_gradient_scale(self._scaler.get_scale())
+        if not self._under_way:
+            self._shrink = self._clip_factor()
+        bucket = self._buckets[len(self._under_way)]
+        bucket.gather(lambda parameter: self._shrink * self._weight(parameter))
+        self._under_way.append(self.reducer.submit(bucket.layout, bucket.flat, bucket.unused))
+
+    def _hand_back(self, bucket: FlatBucket) -> None:
+        # A parameter that no rank used has no gradient, and an optimizer then leaves it alone.
+        bucket.scatter(lambda parameter: 1.0 / self._weight(parameter), skip=self.reducer.unused)
+
+    def _weight(self, parameter: nn.Parameter) -> float:
+        """What a gradient is multiplied by while it travels and waits."""
+        if not self._fold:
+            return 1.0
+        rate = float(self.inner.param_groups[self._groups[id(parameter)]]["lr"])
+        if not rate > 0.0:
+            raise ConfigError(f"fold_learning_rate needs a learning rate above 0, got {rate}.")
+        return rate
+
+    def _clip_factor(self) -> float:
+        if self._norm_clip is None:
+            return 1.0
+        grads = [p.grad for bucket in self._buckets for _, p in bucket.parameters if p.grad is not None]
+        norm = math.sqrt(sum(float(grad.double().square().sum()) for grad in grads))
+        limit = self._norm_clip / math.sqrt(self.reducer.world_size)
+        # A norm that is not finite is for the reducer to find.
+        return limit / norm if math.isfinite(norm) and norm > limit else 1.0
+
+    def _begin_again(self) -> None:
+        self._passes.clear()
+        self._under_way.clear()
+
+    # -- being an optimizer --------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Synchronise, then step. A closure is synchronised each time the optimizer calls it."""
+        if closure is not None:
+            return self.inner.step(lambda: self._evaluate(closure))
+        if not self._is_synchronised:
+            if self._scaler is not None and self._scaler.is_enabled():
+                raise OkTopkError("with a GradScaler call synchronize() before scaler.unscale_ or scaler.step.")
+            self.synchronize()
+        self._is_synchronised = False
+        return self.inner.step()
+
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        self._is_synchronised = False
+        with torch.enable_grad():
+            loss = closure()
+        self.synchronize()
+        self._is_synchronised = False
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if self._under_way:
+            raise OkTopkError("zero_grad() between backward and step(): these gradients are on the way already.")
+        self._is_synchronised = False
+        self._passes.clear()
+        self.inner.zero_grad(set_to_none)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.inner.state
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of the wrapped optimizer; residuals differ between ranks and are saved by `oktopk.save`."""
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        raise UnsupportedError(
+            "parameters cannot join later: add every group to the optimizer before wrapping it in DistributedOptimizer."
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":  # not there yet
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __repr__(self) -> str:
+        return f"DistributedOptimizer({self.inner!r})"
+
+
+def _check(optimizer: Optimizer, accumulate: int, fuse: str, options: dict[str, Any]) -> None:
+    if accumulate < 1:
+        raise ConfigError(f"accumulate must be 1 or more, got {accumulate}: it counts backward passes per step.")
+    if fuse not in ("bucket", "step"):
+        raise ConfigError(f"fuse must be 'bucket' or 'step', got {fuse!r}.")
+    momenta = [group["momentum"] for group in optimizer.param_groups if group.get("momentum")]
+    if options.get("momentum_correction") and momenta:
+        raise ConfigError(
+            f"the optimizer has momentum {momenta[0]}, and momentum_correction applies it before sending: "
+            "set the optimizer's to 0, or it counts twice."
+        )
+
+
+def _parameters(
+    optimizer: Optimizer, model: nn.Module | Iterable[Named], buffers: Iterable[Tensor]
+) -> tuple[list[Named], list[Tensor]]:
+    """Named parameters and buffers; every parameter of the optimizer must have a name."""
+    if isinstance(model, nn.Module):
+        names = names_of(model)
+        named = [(names[id(parameter)], parameter) for parameter in model.parameters()]
+        buffers = [*buffers, *model.buffers()]
+    else:
+        named = list(model)
+    known = {id(parameter) for _, parameter in named}
+    nameless = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
+    if nameless:
+        raise ConfigError(f"{nameless} parameters of the optimizer have no name: pass the model they belong to.")
+    if len({name for name, _ in named}) < len(named):
+        raise ConfigError("two parameters have the same name: names must tell parameters apart.")
+    return named, list(buffers)
