@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import os
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from oktopk.cli import main
 from oktopk.errors import ConfigError, DataError, UnsupportedError
 from oktopk.workloads import WORKLOADS, workload_classes
 from oktopk.workloads.speech.corpus import find_corpus
@@ -371,6 +373,19 @@ def test_the_papers_network_learns_a_tiny_set() -> None:
         optimizer.step()
         losses.append(loss.item())
     assert all(map(math.isfinite, losses)) and min(losses[-3:]) < 0.8 * losses[0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_two_workers_train_the_papers_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    command = (
+        "train speech --preset lstman4 --data synth-an4:12 --batch-size 2 --workers 2 --warmup-steps 1 --max-steps 3"
+    )
+    assert main([*command.split(), "--runs", str(tmp_path), "--name", "run"]) == 0
+    steps = [json.loads(line) for line in (tmp_path / "run" / "steps.jsonl").read_text().splitlines()]
+    assert [step["reduce"]["phase"] for step in steps] == ["dense", "sparse", "sparse"]
+    assert all(math.isfinite(step["loss"]) for step in steps) and steps[0]["reduce"]["numel"] == 27_569_568
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import tarfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -329,6 +330,16 @@ def test_synth_an4_is_made_once_and_a_failure_leaves_nothing(tmp_path: Path, mon
     count = len(calls)
     find_corpus("synth-an4:6", progress=lambda done, total: calls.append(done))
     assert len(calls) == count == 3 + 10
+
+
+def test_of_several_processes_that_start_at_once_one_speaks_and_the_others_wait() -> None:
+    calls: list[int] = []
+    with ThreadPoolExecutor(3) as pool:
+        asked = [
+            pool.submit(find_corpus, "synth-an4:6", None, lambda done, total: calls.append(done)) for _ in range(3)
+        ]
+        sources = {task.result(60).train for task in asked}
+    assert len(sources) == 1 and len(calls) == 10
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import shutil
 import tempfile
@@ -47,6 +48,7 @@ class Speaker:
         self._adopt(manner)
         self._chunks.clear()
         spoken = " ".join(_PRONUNCIATION.get(word, word) for word in text.split()).encode()
+        self._library.espeak_ng_SetRandSeed(ctypes.c_long(1))  # breathy voices; by default it is the time of day
         code = self._library.espeak_Synth(spoken, len(spoken) + 1, 0, 0, 0, _UTF8 | _PHONEMES, None, None)
         if code != 0 or not self._chunks:
             raise DataError(f"espeak-ng could not speak {text!r} (code {code}): reinstall 'oktopk[speech]'.")
@@ -88,5 +90,7 @@ def _load() -> tuple[Any, str]:
 
 def _fresh_copy(library: str) -> ctypes.CDLL:
     """The library loaded from a copy: its sound depends on all it has said before, even across its own restart."""
-    with tempfile.TemporaryDirectory() as folder:
-        return ctypes.CDLL(shutil.copy(library, folder))
+    folder = tempfile.mkdtemp(prefix="oktopk-espeak-")
+    # Not before exit: a file that takes over the inode of a deleted one would be taken for the library still loaded.
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return ctypes.CDLL(shutil.copy(library, folder))
