@@ -50,9 +50,9 @@ class Text:
 
     data: Annotated[str, tyro.conf.Positional] = "docstrings"  # name or path of the corpus
     words: int = 4_000  # vocabulary of the word model: 4000 small, 10000 ptb, 33278 wikitext2
-    pieces: int = 4_000  # WordPiece vocabulary to train: 4000 small, 30522 base
+    pieces: int = 3_000  # WordPiece vocabulary to train: 3000 small, 30522 base
     vocabulary: str | None = None  # a vocab.txt to use instead of training one
-    length: int = 64  # pieces per pair of bert
+    length: int = 48  # pieces per pair of bert
 
     def __call__(self) -> int:
         from oktopk.workloads.text import find_text
