@@ -27,11 +27,16 @@ class Feedback:
         self._momentum, self._masking = momentum, masking
         self._residuals, self._velocities = ByName(), ByName()
         self._energy: dict[Layout, float] = {}  # sum of squares
+        self._settled: set[Layout] = set()  # a dense step paid everything back, and nothing was added since
 
-    def compensate(self, layout: Layout, grad: Tensor) -> Tensor:
-        """The gradient plus what is owed. The result is the residual itself: `retain` says what left it."""
+    def compensate(self, layout: Layout, grad: Tensor, k: int = 0) -> Tensor:
+        """The gradient plus what is owed. The result is the residual itself: `retain` says what left it.
+
+        `k` entries of it are going to be selected, if it is not 0.
+        """
         residual = self._residuals.get(layout, grad)
-        self._energy[layout] = self._kernels.accumulate_(residual, self._with_momentum(layout, grad))
+        self._settled.discard(layout)
+        self._energy[layout] = self._kernels.accumulate_(residual, self._with_momentum(layout, grad), k)
         return residual
 
     def retain(self, layout: Layout, sent: Vector | None) -> None:
@@ -40,6 +45,7 @@ class Feedback:
         if sent is None:
             residual.zero_()
             self._energy[layout] = 0.0
+            self._settled.add(layout)
         elif isinstance(sent, SparseVector):
             self._energy[layout] += self._kernels.retain_(residual, sent)
             if self._masking:
@@ -50,7 +56,11 @@ class Feedback:
 
     def owes(self, layout: Layout) -> bool:
         """Whether a gradient of this layout must be compensated."""
-        return self._momentum > 0.0 or any(name in self._residuals for name, _ in layout)
+        if self._momentum > 0.0:
+            return True
+        if layout in self._settled and self._residuals.is_at(layout):
+            return False
+        return any(name in self._residuals for name, _ in layout)
 
     def norm(self, layout: Layout) -> float:
         return math.sqrt(max(0.0, self._energy.get(layout, 0.0)))
@@ -69,6 +79,7 @@ class Feedback:
             return
         held = self._residuals.take(names), self._velocities.take(names)
         yield
+        self._settled.discard(layout)
         self._residuals.give_back(held[0])
         self._velocities.give_back(held[1])
         energy = sum(float(residual.double().square().sum()) for residual in held[0].values())
@@ -82,6 +93,7 @@ class Feedback:
 
     def undo(self) -> None:
         """Put everything back as it was when remembered."""
+        self._settled.clear()
         self._residuals.undo()
         self._velocities.undo()
 
@@ -101,6 +113,7 @@ class Feedback:
     def load_state_dict(self, residuals: Mapping[str, Tensor], velocities: Mapping[str, Tensor] | None = None) -> None:
         """Replace everything; each name moves into its bucket when that is next reduced."""
         self._residuals, self._velocities, self._energy = ByName(residuals), ByName(velocities or {}), {}
+        self._settled.clear()
 
     def _with_momentum(self, layout: Layout, grad: Tensor) -> Tensor:
         if not self._momentum:
@@ -133,6 +146,10 @@ class ByName:
         if flat is None or flat.dtype != residual_dtype(like.dtype):
             flat = self._move_into(layout, like)
         return flat
+
+    def is_at(self, layout: Layout) -> bool:
+        """Whether every name of this layout has its vector there, and not in another."""
+        return all(self._home.get(name) == layout for name, _ in layout)
 
     def flat(self, layout: Layout) -> Tensor:
         return self._flat[layout]

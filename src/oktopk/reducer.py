@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from datetime import timedelta
+from time import perf_counter
 from typing import Any, TypeVar, cast
 
 import torch
@@ -16,6 +17,7 @@ from oktopk.agreement import Agreement, Terms, check_terms
 from oktopk.algorithms import ALGORITHMS, Algorithm
 from oktopk.algorithms.base import less
 from oktopk.algorithms.dense import Dense
+from oktopk.autotune import AUTO, DENSE, AutoConfig, ChosenWire, Decision, Tuner, Way
 from oktopk.collectives import Tools
 from oktopk.communication import Agreed, CommunicationThread
 from oktopk.config import DenseConfig, Density, ReducerConfig, split_options
@@ -71,12 +73,15 @@ class Reducer:
 
         `options` are fields of the algorithm's configuration and of `ReducerConfig`.
         """
-        if algorithm not in ALGORITHMS:
-            raise ConfigError(f"unknown algorithm {algorithm!r}. {nearest(str(algorithm), ALGORITHMS)}")
+        if algorithm not in (*ALGORITHMS, AUTO):
+            raise ConfigError(f"unknown algorithm {algorithm!r}. {nearest(str(algorithm), [*ALGORITHMS, AUTO])}")
         self.algorithm = algorithm
-        config_class, self._algorithm_class = ALGORITHMS[algorithm]
-        own, shared = split_options(options, config_class, ReducerConfig)
+        config_class, self._algorithm_class = ALGORITHMS["oktopk" if algorithm == AUTO else algorithm]
+        own, shared, *tuning = split_options(
+            options, config_class, ReducerConfig, *([AutoConfig] if algorithm == AUTO else [])
+        )
         self._algorithm_config = config_class(**own)
+        self._auto_config = AutoConfig(**tuning[0]) if tuning else None
         self.config = ReducerConfig(density=density, warmup_steps=warmup_steps, wire=wire, **shared)
         self.schedule = Schedule(self.config.density, self.config.warmup_steps)
         self._metrics = metrics
@@ -90,7 +95,10 @@ class Reducer:
         kernels = timed(self.kernels_choice.kernels, self._clock, _KERNEL_PHASES)
         phases = {"pack": "pack", "unpack": "unpack"}
         exact = timed(Wire("float32"), self._clock, phases)
-        rounding = timed(Wire(self.config.wire), self._clock, phases)
+        auto = self._auto_config
+        self._tuner = Tuner(auto, self._transport) if auto else None
+        self._wire = Wire(self.config.wire) if auto is None else ChosenWire(auto.wires)
+        rounding = timed(self._wire, self._clock, phases)
         self._tools = Tools(self._transport, rounding, exact, kernels)
         self._dense = Dense(DenseConfig(), Tools(self._transport, exact, exact, kernels))
         self.feedback = Feedback(kernels, self.config.momentum_correction, self.config.factor_masking)
@@ -157,6 +165,11 @@ class Reducer:
             raise OkTopkError("nothing has been reduced yet: last_step exists after the first reduce.")
         return merge(self._records)
 
+    @property
+    def decisions(self) -> dict[str, Decision]:
+        """What `algorithm="auto"` has decided, and why, by the name of a bucket's first parameter."""
+        return self._tuner.decisions() if self._tuner is not None else {}
+
     def _reduce_(self, pairs: Sequence[tuple[str, int]], flat: Tensor, unused: frozenset[str]) -> Tensor:
         layout: Layout = tuple((str(name), int(numel)) for name, numel in pairs)
         groups = self.grouping.split(layout)
@@ -173,17 +186,30 @@ class Reducer:
     def _reduce_group_(self, layout: Layout, flat: Tensor, unused: frozenset[str]) -> Tensor:
         self._restart_meters()
         step = max((self._steps.get(name, 0) for name, _ in layout), default=0)
-        is_sparse = self._is_sparse(step, flat.numel())
+        is_sparse = self._is_sparse(step, flat.numel()) and self._follow_tuner(layout)
         k = self.schedule.k_at(step, flat.numel()) if is_sparse else flat.numel()
         agreed = self._agree(layout, flat, step, k, unused & {name for name, _ in layout})
         skip = self._follow_step(step, agreed.skip)
+        started = perf_counter()  # after the agreement, which waits for the last rank
         if skip:
             reduced = Reduced(flat.fill_(float("nan")), flat, Stats(0, 0))
         else:
             reduced = self._reduce_used_(layout, flat, k, is_sparse or self._is_rounding_dense(step), agreed.unused)
         self._steps |= dict.fromkeys((name for name, _ in layout), step + 1)
         self._record(layout, flat, step, k, is_sparse, reduced, skip)
+        if self._tuner is not None and flat.numel() >= self.config.min_numel and not skip:
+            way = Way(True, self._tools.wire.values) if is_sparse else DENSE
+            self._tuner.observe(layout, way, perf_counter() - started)
         return flat
+
+    def _follow_tuner(self, layout: Layout) -> bool:
+        """Whether this bucket goes sparse, over the wire format that the tuner chose for it; without one it does."""
+        if self._tuner is None:
+            return True
+        way = self._tuner.choose(layout)
+        assert isinstance(self._wire, ChosenWire)
+        self._wire.use(way.wire)
+        return way.is_sparse
 
     def _follow_step(self, step: int, skip: bool) -> bool:
         """Whether to skip: a step with a non-finite bucket is skipped whole, those already reduced are undone."""
@@ -233,7 +259,7 @@ class Reducer:
             raise Agreed(error) from error
 
     def _reduce_with_feedback_(self, layout: Layout, flat: Tensor, k: int) -> Reduced:
-        acc = self.feedback.compensate(layout, flat)
+        acc = self.feedback.compensate(layout, flat, k)
         reduced = self._algorithm_for(layout).reduce(acc, k)
         sent = reduced.sent
         if isinstance(reduced.mean, SparseVector):
@@ -322,6 +348,7 @@ class Reducer:
             "residuals": self.feedback.state_dict(),
             "velocities": self.feedback.velocities(),
             "algorithms": {key: algorithms[key] for key in map(_key, groups) if key in algorithms},
+            "decisions": self._tuner.state_dict() if self._tuner is not None else [],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -338,6 +365,8 @@ class Reducer:
         self.grouping.resume(state["groups"])
         self.feedback.load_state_dict(state["residuals"], state["velocities"])
         self._algorithms, self._loaded_algorithms = {}, dict(state["algorithms"])
+        if self._tuner is not None:
+            self._tuner.load_state_dict(state.get("decisions", []))
 
     def close(self) -> None:
         """Stop the communication thread and leave the process group. The reducer cannot be used afterwards."""
