@@ -325,10 +325,10 @@ def test_skipping_bad_audio_is_counted_in_words(tmp_path: Path) -> None:
     rows = [f"{entry.path},{entry.text}" for entry in corpus.train]
     for name in ("train", "validation"):
         (tmp_path / f"{name}.csv").write_text("\n".join(["wav,txt", *rows, "gone.wav,YES"]) + "\n")
-    with pytest.raises(DataError, match=r"1 of 25 training utterances(.|\n)*gone\.wav"):
+    with pytest.raises(DataError, match=r"1 of 25 training, 1 of 25 validation utterances(.|\n)*gone\.wav"):
         SpeechWorkload(SpeechConfig(data=str(tmp_path)), seed=0)
     skipped = SpeechWorkload(SpeechConfig(data=str(tmp_path), on_bad_audio="skip"), seed=0)
-    assert len(skipped.notices) == 2 and "1 training utterances were skipped" in skipped.notices[0]
+    assert len(skipped.notices) == 2 and "skipped 1 training utterances" in skipped.notices[0]
 
 
 def test_an_empty_validation_manifest_is_refused(tmp_path: Path) -> None:

@@ -156,14 +156,18 @@ def test_all_that_is_wrong_is_said_at_once_or_skipped_and_counted(tmp_path: Path
         Entry(tmp_path / "no2.wav", "NO"),
     ]
     loaded = load(entries, 4)
-    with pytest.raises(DataError, match=r"2 of 3 training utterances(.|\n)*no1(.|\n)*no2(.|\n)*--on-bad-audio skip"):
-        require(loaded, "training", "corpus", skip=False)
-    assert [u.text for u in require(loaded, "training", "corpus", skip=True)] == ["YES"]
+    with pytest.raises(DataError, match=r"2 of 3 training(.|\n)*no1(.|\n)*no2(.|\n)*--on-bad-audio skip"):
+        require({"training": loaded}, "corpus", skip=False)
+    require({"training": loaded}, "corpus", skip=True)
+    assert [utterance.text for utterance in loaded.utterances] == ["YES"]
 
 
 def test_an_empty_part_is_refused_even_when_skipping() -> None:
     with pytest.raises(DataError, match="validation set is empty"):
-        require(load([], 4), "validation", "corpus", skip=True)
+        require({"validation": load([], 4)}, "corpus", skip=True)
+    gone = load([Entry(Path("gone.wav"), "YES")], 4)
+    with pytest.raises(DataError, match=r"training set is empty after skipping 1(.|\n)*gone\.wav"):
+        require({"training": gone}, "corpus", skip=True)
 
 
 def test_a_corpus_beyond_memory_is_read_again_when_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -79,17 +79,22 @@ def load(entries: Iterable[Entry], stride: int) -> Loaded:
     return Loaded(tuple(utterances), tuple(problems))
 
 
-def require(loaded: Loaded, part: str, source: str, skip: bool) -> tuple[Utterance, ...]:
-    """The utterances, or one error that lists what is wrong; `skip` forgives bad files, not an empty part."""
-    if loaded.problems and not skip:
-        raise DataError(
-            f"{source}: {len(loaded.problems)} of {len(loaded.problems) + len(loaded.utterances)} {part} utterances "
-            f"cannot be used:\n{listed(loaded.problems)}\nRepair them, or leave them out with --on-bad-audio skip."
+def require(parts: Mapping[str, Loaded], source: str, skip: bool) -> None:
+    """One error that lists what is wrong with all parts; `skip` forgives bad files, not an empty part."""
+    problems = [problem for loaded in parts.values() for problem in loaded.problems]
+    if problems and not skip:
+        counts = ", ".join(
+            f"{len(loaded.problems)} of {len(loaded.problems) + len(loaded.utterances)} {part}"
+            for part, loaded in parts.items()
         )
-    if not loaded.utterances:
-        reason = f"; all {len(loaded.problems)} were skipped:\n{listed(loaded.problems)}" if loaded.problems else "."
-        raise DataError(f"{source}: the {part} set is empty{reason}\nGive a corpus with utterances in both parts.")
-    return loaded.utterances
+        raise DataError(
+            f"{source}: {counts} utterances cannot be used:\n{listed(problems)}\n"
+            "Repair them, or leave them out with --on-bad-audio skip."
+        )
+    for part, loaded in parts.items():
+        if not loaded.utterances:
+            skipped = f" after skipping {len(loaded.problems)}:\n{listed(loaded.problems)}" if loaded.problems else ""
+            raise DataError(f"{source}: the {part} set is empty{skipped}; give a corpus with utterances in both parts.")
 
 
 def listed(problems: Sequence[str], limit: int = SHOWN) -> str:

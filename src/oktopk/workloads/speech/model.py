@@ -74,6 +74,9 @@ class BothWays(nn.Module):
         super().__init__()
         self.forwards = nn.LSTM(inputs, hidden, batch_first=True)
         self.backwards = nn.LSTM(inputs, hidden, batch_first=True)
+        for lstm in (self.forwards, self.backwards):
+            # Gates open at first, so that errors reach far: order of the gates is input, forget, cell, output.
+            nn.init.constant_(lstm.get_parameter("bias_ih_l0").data[hidden : 2 * hidden], 1.0)
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
         """[batch, steps, inputs] to [batch, steps, 2 * hidden]."""

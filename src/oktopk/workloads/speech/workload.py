@@ -159,11 +159,10 @@ class SpeechWorkload:
 
     def _load(self, config: SpeechConfig, stride: int, progress: Progress | None) -> None:
         corpus = find_corpus(config.data, config.validation, progress)
-        skip = config.on_bad_audio == "skip"
-        train, validation = load(corpus.train, stride), load(corpus.validation, stride)
-        self._train = require(train, "training", corpus.source, skip)
-        self._validation = require(validation, "validation", corpus.source, skip)
-        self.notices = (*_notice("training", train.problems), *_notice("validation", validation.problems))
+        parts = {"training": load(corpus.train, stride), "validation": load(corpus.validation, stride)}
+        require(parts, corpus.source, skip=config.on_bad_audio == "skip")
+        self._train, self._validation = parts["training"].utterances, parts["validation"].utterances
+        self.notices = tuple(_notice(part, loaded.problems) for part, loaded in parts.items() if loaded.problems)
         self._sampler = LengthSampler([u.length for u in self._train], self.recipe.batch_size, self._seed)
 
     def _batch(self, utterances: Sequence[Utterance], rngs: Sequence[torch.Generator] = ()) -> Batch:
@@ -195,7 +194,5 @@ def _augmentation(config: SpeechConfig, base: Augment) -> Augment | None:
     return base if config.noise is None else replace(base, noise=(config.noise, config.noise + 20.0))
 
 
-def _notice(part: str, problems: Sequence[str]) -> tuple[str, ...]:
-    if not problems:
-        return ()
-    return (f"{len(problems)} {part} utterances were skipped because they cannot be used, e.g. {problems[0]}",)
+def _notice(part: str, problems: Sequence[str]) -> str:
+    return f"skipped {len(problems)} {part} utterances that cannot be used, e.g. {problems[0]}"
