@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from typing import Protocol
 
 import torch
@@ -49,44 +48,48 @@ class ByBucket:
 
 
 class ByStep:
-    """All buckets of a step as one vector, in the order of the model whatever DDP's buckets are."""
+    """All buckets of a step as one vector, in the order of the model whatever DDP's buckets are.
+
+    One per dtype, in models that have several: what rounding to a dtype takes must stay owed.
+    """
 
     def __init__(self, reducer: Reducer, names: Mapping[int, str]) -> None:
         self._reducer = reducer
         self._position = {name: position for position, name in enumerate(names.values())}
-        self._buckets: list[Bucket] = []
-        self._reduced: Future = torch.futures.Future()
+        self._buckets: list[tuple[Bucket, Future]] = []
 
     def take(self, bucket: Bucket) -> Future:
         if bucket.is_first:
-            self._buckets, self._reduced = [], future_on(bucket.flat.device)
-        self._buckets.append(bucket)
+            self._buckets = []
+        reduced = future_on(bucket.flat.device)
+        self._buckets.append((bucket, reduced))
         if bucket.is_last:
-            self._submit(self._reduced)
-        return self._reduced
+            buckets, self._buckets = self._buckets, []
+            for dtype in dict.fromkeys(b.flat.dtype for b, _ in buckets):
+                self._submit([(b, future) for b, future in buckets if b.flat.dtype == dtype])
+        return reduced
 
-    def _submit(self, reduced: Future) -> None:
-        pieces = [piece for bucket in self._buckets for piece in bucket.pieces()]
+    def _submit(self, buckets: Sequence[tuple[Bucket, Future]]) -> None:
+        pieces = [piece for bucket, _ in buckets for piece in bucket.pieces()]
         pieces.sort(key=lambda piece: self._position[piece[0]])
-        dtype = reduce(torch.promote_types, (bucket.flat.dtype for bucket in self._buckets))
-        vector = torch.cat([part.to(dtype) for _, part in pieces])
+        parts = [part for _, part in pieces]
         layout = [(name, part.numel()) for name, part in pieces]
-        unused = frozenset().union(*(bucket.unused for bucket in self._buckets))
-        self._buckets = []
-        done = self._reducer.submit(layout, vector, unused)
-        done.add_done_callback(lambda done: _hand_back(done, [part for _, part in pieces], reduced))
+        unused = frozenset[str]().union(*(bucket.unused for bucket, _ in buckets))
+        done = self._reducer.submit(layout, torch.cat(parts), unused)
+        done.add_done_callback(lambda done: _hand_back(done, parts, [future for _, future in buckets]))
 
 
-def _hand_back(done: Future, parts: Sequence[Tensor], reduced: Future) -> None:
+def _hand_back(done: Future, parts: Sequence[Tensor], futures: Sequence[Future]) -> None:
     """Copy the mean into the buckets it came from. Runs on the communication thread, and communicates nothing."""
+    error: Exception | None = None
     try:
         vector = done.value()
         for part, mean in zip(parts, vector.split([part.numel() for part in parts]), strict=True):
             part.copy_(mean)
-    except Exception as error:
-        reduced.set_exception(error)  # type: ignore[arg-type]  # torch types it as the result
-    else:
-        reduced.set_result(vector)
+    except Exception as failed:
+        error = failed
+    for future in futures:
+        future.set_exception(error) if error is not None else future.set_result(vector)
 
 
 def future_on(device: torch.device) -> Future:

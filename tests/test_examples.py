@@ -1,0 +1,56 @@
+"""Every example runs on two processes, is short, and ends sparse."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from worlds import free_port
+
+EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
+NEEDS = {"accelerate_example": "accelerate", "trainer_example": "transformers", "lightning_example": "lightning"}
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def _name(path: Path) -> str:
+    return path.stem
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=_name)
+def test_an_example_runs_on_two_processes_and_ends_sparse(path: Path, tmp_path: Path) -> None:
+    pytest.importorskip(NEEDS.get(path.stem, "torch"))
+    assert "sparse" in launch(path, 2, tmp_path).splitlines()[-1]
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=_name)
+def test_an_example_is_short(path: Path) -> None:
+    assert len(path.read_text().splitlines()) < 80
+
+
+def test_the_ddp_example_resumes(tmp_path: Path) -> None:
+    example = next(path for path in EXAMPLES if path.stem == "ddp")
+    launch(example, 2, tmp_path, "run", "20")
+    assert "step 40 " in launch(example, 2, tmp_path, "run", "20")
+
+
+@pytest.mark.slow
+def test_fsdp2_shards_and_replicates_on_four_processes(tmp_path: Path) -> None:
+    example = next(path for path in EXAMPLES if path.stem == "fsdp2")
+    assert "sparse" in launch(example, 4, tmp_path)
+
+
+def launch(path: Path, processes: int, folder: Path, *args: str) -> str:
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes),
+        "--master-port", str(free_port()), str(path), *args,
+    ]  # fmt: skip
+    done = subprocess.run(
+        command, cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
+    return done.stdout.strip()
