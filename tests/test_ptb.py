@@ -69,9 +69,9 @@ def test_words_are_numbered_by_frequency_and_rare_ones_become_unknown(tmp_path):
     (tmp_path / "train.txt").write_text("b b b a a c\n\na b\n", encoding="utf-8")
     (tmp_path / "valid.txt").write_text("a zebra\n", encoding="utf-8")
     words = load_words(str(tmp_path), vocabulary=4)
-    assert words.vocabulary == ("b", "a", EOS, UNKNOWN)
-    assert words.train.tolist() == [0, 0, 0, 1, 1, 3, 2, 1, 0, 2]
-    assert words.valid.tolist() == [1, 3, 2]
+    assert words.vocabulary == ("b", EOS, "a", UNKNOWN)
+    assert words.train.tolist() == [0, 0, 0, 2, 2, 3, 1, 1, 2, 0, 1]
+    assert words.valid.tolist() == [2, 3, 1]
 
 
 def test_a_vocabulary_that_is_large_enough_keeps_every_word(tmp_path):

@@ -36,7 +36,7 @@ def load_words(data: str, vocabulary: int) -> Words:
         raise DataError(
             f"{data} is one text without a validation part: name two files train.txt and valid.txt in one folder."
         )
-    key = (*files.fingerprints(), vocabulary)
+    key = (2, *files.fingerprints(), vocabulary)
     folder = cached_folder("words", key, lambda into: _prepare(files, vocabulary, into))
     words = tuple((folder / "vocabulary.txt").read_text(encoding="utf-8").split("\n"))
     train, valid = (torch.from_numpy(np.load(folder / f"{part}.npy").astype(np.int64)) for part in ("train", "valid"))
@@ -60,7 +60,7 @@ def _prepare(files: TextFiles, size: int, into: Path) -> None:
     counts: Counter[str] = Counter()
     for path in files.train:
         counts.update(_words(path))
-    if not counts:
+    if not set(counts) - {EOS}:
         raise DataError(f"{files.train[0]} holds no words: give a text file that is not empty.")
     words = _most_frequent(counts, size)
     number = {word: index for index, word in enumerate(words)}
@@ -78,15 +78,15 @@ def _most_frequent(counts: Counter[str], size: int) -> list[str]:
 
 
 def _words(path: Path) -> Iterator[str]:
+    """Every line ends with <eos>, blank ones too: so the published counts are made."""
     for line in read_lines(path):
-        if line:
-            yield from line.split()
-            yield EOS
+        yield from line.split()
+        yield EOS
 
 
 def _numbered(paths: tuple[Path, ...], number: dict[str, int]) -> NDArray[np.int32]:
     unknown = number[UNKNOWN]
     stream = [number.get(word, unknown) for path in paths for word in _words(path)]
-    if not stream:
+    if len(set(stream)) < 2:
         raise DataError(f"{paths[0]} holds no words: give a text file that is not empty.")
     return np.array(stream, dtype=np.int32)
