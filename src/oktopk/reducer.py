@@ -229,9 +229,7 @@ class Reducer:
         self.unused = (self.unused - names) | unused
         if self.config.on_nonfinite == "skip" and (with_feedback or self.feedback.owes(layout)):
             self.feedback.remember(layout, flat)
-        for (name, _), part in zip(layout, flat.split([numel for _, numel in layout]), strict=True):
-            if name in unused:
-                part.zero_()
+        _zero_(layout, flat, unused)
         with self.feedback.withheld(layout, unused):
             if with_feedback:
                 return self._reduce_with_feedback_(layout, flat, k)
@@ -396,6 +394,13 @@ def _refusal(layout: Layout, flat: Tensor) -> OkTopkError | None:
     if total != flat.numel():
         return UnsupportedError(f"the layout names {total} entries, but the tensor has {flat.numel()}.")
     return None
+
+
+def _zero_(layout: Layout, flat: Tensor, names: Collection[str]) -> None:
+    if names:
+        for (name, _), part in zip(layout, flat.split([numel for _, numel in layout]), strict=True):
+            if name in names:
+                part.zero_()
 
 
 def _after_writes_to(flat: Tensor) -> Callable[[], AbstractContextManager[None]]:

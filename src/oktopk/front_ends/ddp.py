@@ -87,6 +87,8 @@ class HookState:
         """Start reducing a bucket in place. The future never fails: `backward` itself does, see `_end_step`."""
         if not isinstance(bucket, GradBucket):
             raise _python_reducer()
+        if not getattr(self.ddp, "_divide_by_initial_world_size", True):
+            raise UnsupportedError("join(divide_by_initial_world_size=False) cannot work: the mean is over all ranks.")
         if bucket.index() == 0:
             self._begin_step()
         flat, settled = bucket.buffer(), future_on(bucket.buffer().device)

@@ -89,7 +89,10 @@ def _hand_back(done: Future, parts: Sequence[Tensor], futures: Sequence[Future])
     except Exception as failed:
         error = failed
     for future in futures:
-        future.set_exception(error) if error is not None else future.set_result(vector)
+        if error is not None:
+            future.set_exception(error)  # type: ignore[arg-type]  # torch types it as the result
+        else:
+            future.set_result(vector)
 
 
 def future_on(device: torch.device) -> Future:

@@ -100,13 +100,17 @@ class TorchTransport:
         return [row.tolist() for row in answers.view(self.world_size, -1)]
 
     def close(self) -> None:
-        if self._group is not None and dist.is_initialized():
-            dist.destroy_process_group(self._group)
-        self._group = None
+        self._leave()
+        self._witness.close()
 
     def abort(self, fault: Fault) -> None:
         self._witness.note(fault)
-        self.close()  # its sockets close with the group, and peers notice
+        self._leave()  # its sockets close with the group, and peers notice
+
+    def _leave(self) -> None:
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._group = None
 
     def find_fault(self) -> Fault | None:
         return self._witness.find()

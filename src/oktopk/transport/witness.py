@@ -37,13 +37,19 @@ class Witness:
             return
         store: Any = dist.distributed_c10d._get_default_store()
         own_address = _own_address(store)
-        self._store = PrefixStore(f"oktopk/{group.group_name}", store.clone())
+        # A connection of its own: another thread may be waiting on the shared one.
+        self._store = PrefixStore(f"oktopk/{group.group_name}", store.clone() if hasattr(store, "clone") else store)
         self._listener = socket.create_server((own_address, 0), backlog=world_size + 8)
         self._store.set(f"address/{rank}", json.dumps([own_address, self._listener.getsockname()[1]]))
         self._addresses: list[tuple[str, int]] = [
             json.loads(self._store.get(f"address/{peer}")) for peer in range(world_size)
         ]
-        self._store.set_timeout(timedelta(seconds=STORE_SECONDS))
+        if hasattr(store, "clone"):
+            self._store.set_timeout(timedelta(seconds=STORE_SECONDS))
+
+    def close(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
 
     def note(self, fault: Fault) -> None:
         """Let peers read it, unless another note was first."""
