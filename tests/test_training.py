@@ -12,13 +12,11 @@ import torch
 
 from oktopk.errors import ConfigError, DataError, NonFiniteError
 from oktopk.metrics import StepRecord
-from oktopk.reducer import Reducer
 from oktopk.training.analysis import Analyzer, magnitude_edges
 from oktopk.training.config import TrainConfig, from_mapping
-from oktopk.training.gradients import Gradients, make_buckets
 from oktopk.training.journal import Journal, summarize_epoch
 from oktopk.training.learning_rate import learning_rate
-from oktopk.training.world import World, joined_world
+from oktopk.training.world import World
 from oktopk.transport import ThreadWorld
 from oktopk.workloads.base import Recipe
 from toy import ToyWorkload
@@ -155,32 +153,12 @@ def test_a_gradient_that_is_not_finite_can_be_skipped(tmp_path: Path) -> None:
     assert strict_rows(tmp_path / "run" / "epochs.jsonl")[0]["skipped_steps"] == 1
 
 
-def test_clipping_acts_on_what_is_reduced() -> None:
-    model = torch.nn.Linear(30, 10)
-    model(torch.ones(4, 30)).square().sum().backward()
-    with joined_world(), Reducer("dense") as reducer:
-        gradients = Gradients(model, reducer, bucket_mb=1)
-        gradients.gather()
-        gradients.clip_(0.5)
-        gradients.reduce()
-        gradients.scatter()
-    norm = math.sqrt(sum(float(parameter.grad.square().sum()) for parameter in model.parameters()))
-    assert norm == pytest.approx(0.5, rel=1e-5)
-
-
 def test_a_small_clip_changes_what_is_trained(tmp_path: Path) -> None:
     free = train_alone(toy_config(tmp_path, "free", epochs=1))
     clipped = train_alone(toy_config(tmp_path, "clipped", epochs=1, norm_clip=1e-6))
     after = train_alone(toy_config(tmp_path, "after", epochs=1, norm_clip_after=1e-6))
     assert free.train_loss != clipped.train_loss
     assert clipped.train_loss == pytest.approx(after.train_loss, rel=1e-3)
-
-
-def test_buckets_hold_every_parameter_once_in_reverse_order() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
-    names = [name for bucket in make_buckets(model, 100) for name, _ in bucket.layout]
-    assert names == ["1.bias", "1.weight", "0.bias", "0.weight"]
-    assert len(make_buckets(model, 100)) > 1 == len(make_buckets(model, 10_000))
 
 
 @pytest.mark.parametrize(
@@ -201,22 +179,25 @@ def test_the_learning_rate_follows_its_recipe(recipe: Recipe, step: int, expecte
 
 def test_an_analysis_of_everything_finds_full_overlap_and_no_distance() -> None:
     world = World(ThreadWorld(1).transports()[0])
-    gradient = torch.randn(100, generator=torch.Generator().manual_seed(0))
-    analyzer = Analyzer(world, [("a", 60), ("b", 40)])
-    analyzer.before(gradient, {"a": torch.zeros(60)})
-    found = analyzer.after(3, gradient, k=100)
+    model = torch.nn.Linear(9, 10)
+    model(torch.randn(4, 9, generator=torch.Generator().manual_seed(0))).square().sum().backward()
+    analyzer = Analyzer(world, model)
+    analyzer.before({"weight": torch.zeros(90)})
+    found = analyzer.after(3, k=100)
     assert (found.overlap_count, found.overlap_energy, found.xi) == (1.0, 1.0, 0.0)
-    assert found.density_by_parameter == {"a": 1.0, "b": 1.0}
+    assert found.density_by_parameter == {"weight": 1.0, "bias": 1.0}
     assert sum(found.histogram_before.counts) == sum(found.histogram_after.counts) == 100
 
 
 def test_xi_is_the_distance_to_the_exact_choice_over_the_norm_of_the_gradient() -> None:
     world = World(ThreadWorld(1).transports()[0])
-    gradient = torch.tensor([3.0, 4.0, 1.0, 0.0])
-    analyzer = Analyzer(world, [("a", 4)])
-    analyzer.before(gradient, {"a": torch.tensor([0.0, 0.0, 0.0, 2.0])})
+    model = torch.nn.Linear(4, 1, bias=False)
+    model.weight.grad = torch.tensor([[3.0, 4.0, 1.0, 0.0]])
+    analyzer = Analyzer(world, model)
+    analyzer.before({"weight": torch.tensor([0.0, 0.0, 0.0, 2.0])})
     # The exact two of (3, 4, 1, 2) are 3 and 4; the algorithm chose 4 and 2.
-    found = analyzer.after(0, torch.tensor([0.0, 4.0, 0.0, 2.0]), k=2)
+    model.weight.grad = torch.tensor([[0.0, 4.0, 0.0, 2.0]])
+    found = analyzer.after(0, k=2)
     assert found.xi == pytest.approx(math.sqrt(9 + 4) / math.sqrt(26))
     assert found.overlap_count == 0.5
     assert found.overlap_energy == pytest.approx(16 / 25)

@@ -12,6 +12,7 @@ from typing import Any
 import tyro
 from torch import Tensor
 
+from oktopk.checkpoint import read_manifest, unpack
 from oktopk.cli.console import bytes_text, console, facts, table
 from oktopk.cli.progress import epoch_text
 from oktopk.training.checkpoint import complete, load_file, read_meta
@@ -77,21 +78,20 @@ def run_checkpoints(path: Path) -> list[dict[str, Any]]:
     rows = []
     for checkpoint in complete(path / "checkpoints"):
         position = read_meta(checkpoint)["position"]
-        size = sum(file.stat().st_size for file in checkpoint.iterdir())
         rows.append({"checkpoint": checkpoint.name, "step": position["step"], "epoch": position["epoch"]})
-        rows[-1] |= {"size": bytes_text(size), "path": str(checkpoint)}
+        rows[-1] |= {"size": bytes_text(_size(checkpoint)), "path": str(checkpoint)}
     return rows
 
 
 def checkpoint_head(path: Path) -> dict[str, Any]:
     meta = read_meta(path)
-    return {**flat(meta), "size": bytes_text(sum(file.stat().st_size for file in path.iterdir()))}
+    return {**flat(meta), "size": bytes_text(_size(path))}
 
 
 def checkpoint_rows(path: Path) -> list[dict[str, Any]]:
     """Every tensor of the model, with the norm of what each rank owes to it."""
-    ranks = sorted(path.glob("rank-*.pt"), key=lambda file: int(file.stem.split("-")[1]))
-    owed = [load_file(file)["reducer"]["residuals"] for file in ranks]
+    folder = path / "reducer"
+    owed = [unpack((folder / file.name).read_bytes())["residuals"] for file in read_manifest(folder).files]
     model: Mapping[str, Tensor] = load_file(path / "shared.pt")["model"]
     return [_tensor_row(name, tensor, owed) for name, tensor in model.items()]
 
@@ -101,6 +101,10 @@ def write_csv(rows: Sequence[Mapping[str, Any]]) -> None:
     writer = csv.DictWriter(sys.stdout, columns, restval="")
     writer.writeheader()
     writer.writerows(rows)
+
+
+def _size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 def _tensor_row(name: str, tensor: Tensor, owed: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:

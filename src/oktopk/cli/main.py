@@ -50,17 +50,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = [arg for arg in args if arg != "--traceback"]
     try:
         return _run(args)
-    except OkTopkError as error:
-        if traceback:
-            raise
-        _say(error)
-        return USAGE_ERROR
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
         # The reader of a pipe (head, less) left: not an error of ours.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except (OkTopkError, OSError) as error:
+        if traceback:
+            raise
+        _say(str(error))
+        return USAGE_ERROR
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else USAGE_ERROR
 
@@ -111,10 +111,10 @@ def _print_commands(prog: str, commands: Mapping[str, str]) -> None:
         print("\nEvery command takes --help, --config FILE.toml and --traceback.")
 
 
-def _say(error: OkTopkError) -> None:
+def _say(text: str) -> None:
     """One message, from one rank: peers fail for the same reason, or because of it."""
-    if world_rank() == 0 or getattr(error, "local", False):
-        error_console().print(f"[bold red]error:[/] {_escape(str(error))}", highlight=False)
+    if world_rank() == 0:
+        error_console().print(f"[bold red]error:[/] {_escape(text)}", highlight=False, soft_wrap=True)
 
 
 def _escape(text: str) -> str:

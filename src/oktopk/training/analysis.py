@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from oktopk.training.world import World
 
@@ -43,20 +43,25 @@ class Analysis:
 
 
 class Analyzer:
-    """Sees the gradient before and after it is reduced."""
+    """Sees the gradients of a model before and after they are reduced."""
 
-    def __init__(self, world: World, layout: Sequence[tuple[str, int]]) -> None:
-        self._world, self._layout = world, layout
+    def __init__(self, world: World, model: nn.Module) -> None:
+        self._world = world
+        self._parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
-    def before(self, gradient: Tensor, residuals: Mapping[str, Tensor]) -> None:
+    def before(self, residuals: Mapping[str, Tensor]) -> None:
         """Remember what goes into the reduction."""
-        owed = [residuals[n].view(-1) if n in residuals else torch.zeros(numel) for n, numel in self._layout]
+        gradient = self._gradient()
+        owed = [
+            residuals[name].view(-1) if name in residuals else torch.zeros(p.numel()) for name, p in self._parameters
+        ]
         self._mine = gradient + torch.cat(owed).to(gradient.dtype)
         self._mean_gradient, self._mean_input = gradient.clone(), self._mine.clone()
         self._world.average_([self._mean_gradient, self._mean_input])
 
-    def after(self, step: int, result: Tensor, k: int) -> Analysis:
+    def after(self, step: int, k: int) -> Analysis:
         """Compare with what came out; `k` is the number of entries that were wanted."""
+        result = self._gradient()
         chosen = result != 0
         exact = largest(self._mean_input, int(chosen.sum()))
         wanted = torch.where(largest(self._mean_input, k), self._mean_input, 0)
@@ -72,8 +77,13 @@ class Analyzer:
         )
 
     def _densities(self, chosen: Tensor) -> dict[str, float]:
-        parts = chosen.split([numel for _, numel in self._layout])
-        return {name: float(part.float().mean()) for (name, _), part in zip(self._layout, parts, strict=True)}
+        parts = chosen.split([parameter.numel() for _, parameter in self._parameters])
+        return {name: float(part.float().mean()) for (name, _), part in zip(self._parameters, parts, strict=True)}
+
+    def _gradient(self) -> Tensor:
+        """All gradients, one after the other."""
+        gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for _, p in self._parameters]
+        return torch.cat([gradient.detach().flatten() for gradient in gradients])
 
 
 def largest(vector: Tensor, k: int) -> Tensor:

@@ -1,6 +1,6 @@
 """Checkpoints: written whole or not at all, one file per rank, readable without executing anything.
 
-checkpoints/step-00000042/  meta.json  shared.pt (model, optimizer)  rank-0.pt ... (residuals, random state)
+checkpoints/step-00000042/  meta.json  shared.pt (model, optimizer)  rank-0.pt ... (random state)  reducer/
 checkpoints/last.json, best.json   name the one that counts
 """
 
@@ -18,7 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from oktopk.checkpoint import save
 from oktopk.errors import CheckpointError
+from oktopk.reducer import Reducer
 from oktopk.training.run_directory import read_json, write_json
 from oktopk.training.world import World
 
@@ -60,6 +62,7 @@ class Checkpoints:
         meta: Mapping[str, Any],
         shared: Mapping[str, Any],
         mine: Mapping[str, Any],
+        reducer: Reducer,
         best: bool,
     ) -> Path:
         """Write a checkpoint beside the others, then make it the last (and the best) one."""
@@ -68,29 +71,21 @@ class Checkpoints:
         meta = {"position": asdict(position), "world_size": self._world.world_size, **meta}
         self._all_or_nothing(partial, lambda: self._begin(partial))
         self._all_or_nothing(partial, lambda: self._write(partial, meta, shared, mine))
+        self._all_or_nothing(partial, lambda: save(reducer, partial / "reducer"))
         self._all_or_nothing(partial, lambda: self._finish(partial, final, best))
         return final
 
     def load(self, path: Path) -> Saved:
-        """This rank's part of the checkpoint in `path`."""
+        """This rank's part of the checkpoint in `path`; in a larger world some ranks share one."""
         meta = read_meta(path)
-        if meta["world_size"] != self._world.world_size:
-            raise CheckpointError(
-                f"{path} was written by {meta['world_size']} workers and this run has {self._world.world_size}: what "
-                f"each rank still owes cannot be dealt out anew. Resume with --workers {meta['world_size']}."
-            )
-        return Saved(
-            Position(**meta["position"]),
-            meta,
-            load_file(path / "shared.pt"),
-            load_file(path / f"rank-{self._world.rank}.pt"),
-        )
+        mine = path / f"rank-{self._world.rank % meta['world_size']}.pt"
+        return Saved(Position(**meta["position"]), meta, load_file(path / "shared.pt"), load_file(mine))
 
     def _all_or_nothing(self, partial: Path, action: Any) -> None:
         error: Exception | None = None
         try:
             action()
-        except (OSError, RuntimeError) as cause:
+        except Exception as cause:  # whatever it is, the other ranks must hear of it
             error = CheckpointError(
                 f"cannot write the checkpoint {partial}: {_reason(cause)}. Free some space or give another --runs "
                 f"folder, then continue with --resume. {self._consolation()}"

@@ -83,14 +83,6 @@ class RunDirectory:
         (self.path / "summary.json").unlink(missing_ok=True)
 
 
-def latest_run(runs: Path) -> Path:
-    """The run that was started last."""
-    found = sorted(runs.glob("*/config.json"), key=lambda path: path.stat().st_mtime)
-    if not found:
-        raise CheckpointError(f"there is no run in {runs}: start one with oktopk train.")
-    return found[-1].parent
-
-
 def finite(value: Any) -> Any:
     """The same values without those that are not finite numbers."""
     if isinstance(value, Mapping):

@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.utils import clip_grad_norm_
 
 from oktopk.algorithms import ALGORITHMS
+from oktopk.checkpoint import load
 from oktopk.config import DenseConfig
 from oktopk.errors import DataError
-from oktopk.reducer import Reducer
+from oktopk.front_ends.optimizer import DistributedOptimizer
 from oktopk.training.analysis import Analyzer
 from oktopk.training.checkpoint import (
     Checkpoints,
@@ -29,7 +31,6 @@ from oktopk.training.checkpoint import (
     restore_random_state,
 )
 from oktopk.training.config import TrainConfig, from_mapping
-from oktopk.training.gradients import Gradients
 from oktopk.training.interrupts import Interrupts
 from oktopk.training.journal import Journal, Stopwatch
 from oktopk.training.learning_rate import learning_rate
@@ -75,17 +76,15 @@ class Trainer:
         self.config, self.workload, self.world, self.observer = config, workload, world, observer
         self.recipe = config.recipe(workload.recipe)
         self.model = workload.model()
-        world.broadcast_([*self.model.parameters(), *self.model.buffers()])
-        # From here on ranks draw different numbers: a dropout mask that all share would be one mask, not many.
-        _seed(config.seed + 1_000_003 * (world.rank + 1))
-        self.optimizer = make_optimizer(self.recipe, self.model.parameters())
-        self.journal, self.stopwatch = Journal(), Stopwatch()
-        self.recorder = Recorder(world, self.journal)
-        self.reducer = self._make_reducer()
-        self.gradients = Gradients(self.model, self.reducer, config.bucket_mb)
-        self.analyzer = Analyzer(world, self.gradients.layout())
         self.batches_per_epoch = world.together(lambda: workload.steps_per_epoch(world.world_size))
         self.steps_per_epoch = -(-self.batches_per_epoch // config.accumulate)
+        self.journal, self.stopwatch = Journal(), Stopwatch()
+        self.recorder = Recorder(world, self.journal)
+        self.optimizer = self._make_optimizer()  # every rank starts from the weights of rank 0
+        self.reducer = self.optimizer.reducer
+        self.analyzer = Analyzer(world, self.model)
+        # From here on ranks draw different numbers: a dropout mask that all share would be one mask, not many.
+        _seed(config.seed + 1_000_003 * (world.rank + 1))
         self.at = Position()
         self.stopped_by: str | None = None
 
@@ -166,7 +165,7 @@ class Trainer:
 
     def _accumulate(self, batches: Iterator[Any], micro_batches: int) -> tuple[float, Exception | None]:
         """Gradients of some batches added up; their mean loss, or what went wrong."""
-        self.model.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
         loss = 0.0
         for _ in range(micro_batches):
             value, error = attempt(lambda: self._backward(batches, micro_batches))
@@ -185,22 +184,21 @@ class Trainer:
             )
         with self.stopwatch.phase("forward"):
             loss = self.workload.loss(self.model, batch) / micro_batches
-        with self.stopwatch.phase("backward"):
+        # Nothing is sent before all ranks have said that they got this far.
+        with self.stopwatch.phase("backward"), self.optimizer.no_sync():
             loss.backward()
         return float(loss.detach())
 
     def _reduce(self) -> None:
-        self.gradients.gather()
         if self.recipe.norm_clip:
             # Gradients of ranks add up like independent noise: their mean is smaller by sqrt(world_size).
-            self.gradients.clip_(self.recipe.norm_clip / self.world.world_size**0.5)
+            clip_grad_norm_(self.model.parameters(), self.recipe.norm_clip / self.world.world_size**0.5)
         is_analyzed = self.config.analyze_every > 0 and self.at.step % self.config.analyze_every == 0
         if is_analyzed:
-            self.analyzer.before(self.gradients.flat(), self.reducer.residuals())
-        self.gradients.reduce()
+            self.analyzer.before(self.reducer.residuals())
+        self.optimizer.synchronize()
         if is_analyzed:
-            k = self.reducer.last_step.k
-            self.recorder.write_analysis(self.analyzer.after(self.at.step, self.gradients.flat(), k))
+            self.recorder.write_analysis(self.analyzer.after(self.at.step, self.reducer.last_step.k))
 
     def _update(self, lr: float) -> None:
         for group in self.optimizer.param_groups:
@@ -208,8 +206,7 @@ class Trainer:
         if self.reducer.last_step.skipped:
             return
         if self.config.norm_clip_after:
-            self.gradients.clip_(self.config.norm_clip_after)
-        self.gradients.scatter()
+            clip_grad_norm_(self.model.parameters(), self.config.norm_clip_after)
         self.optimizer.step()
 
     def _note(self, loss: float, lr: float, micro_batches: int) -> None:
@@ -252,12 +249,15 @@ class Trainer:
 
     # -- beginning, saving, ending -------------------------------------------------------------------------------
 
-    def _make_reducer(self) -> Reducer:
+    def _make_optimizer(self) -> DistributedOptimizer:
         config = self.config
-        return Reducer(
+        return DistributedOptimizer(
+            make_optimizer(self.recipe, self.model.parameters()),
+            self.model,
             config.algorithm,
             config.density_over_time(self.recipe),
             warmup_steps=self.recipe.warmup_steps,
+            bucket_mb=config.bucket_mb,
             wire=config.wire,
             metrics=self.journal.sink,
             min_numel=config.min_numel,
@@ -306,15 +306,19 @@ class Trainer:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     def _save(self, is_best: bool = False) -> None:
-        meta = {"workload": self.workload.name, "preset": self.workload.preset, "algorithm": self.config.algorithm}
+        meta: dict[str, Any] = {
+            "workload": self.workload.name,
+            "preset": self.workload.preset,
+            "algorithm": self.config.algorithm,
+        }
+        meta |= {"batches_per_epoch": self.batches_per_epoch}
         shared = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         mine = {
-            "reducer": self.reducer.state_dict(),
             "workload": self.workload.state_dict(),
             "buffers": dict(self.model.named_buffers()),
             "random": random_state(),
         }
-        self.observer.saved(self.checkpoints.save(self.at, meta, shared, mine, is_best))
+        self.observer.saved(self.checkpoints.save(self.at, meta, shared, mine, self.reducer, is_best))
 
     def _resume(self, resume: Path) -> None:
         """Continue exactly where a checkpoint was written."""
@@ -325,10 +329,19 @@ class Trainer:
         for name, buffer in self.model.named_buffers():
             buffer.copy_(saved.mine["buffers"][name])
         self.optimizer.load_state_dict(dict(saved.shared["optimizer"]))
-        self.world.together(lambda: self.reducer.load_state_dict(saved.mine["reducer"]))
-        self.workload.load_state_dict(saved.mine["workload"])
-        restore_random_state(saved.mine["random"])
+        load(self.reducer, path / "reducer")
         self.at = saved.position
+        if saved.meta["world_size"] == self.world.world_size:
+            self.workload.load_state_dict(saved.mine["workload"])
+            restore_random_state(saved.mine["random"])
+        else:
+            self._settle_into_another_world(saved.meta)
+
+    def _settle_into_another_world(self, meta: Mapping[str, Any]) -> None:
+        """The same share of the epoch is done, and ranks draw numbers that none has drawn before."""
+        done = self.at.batch * self.batches_per_epoch // max(1, meta["batches_per_epoch"])
+        self.at = replace(self.at, batch=done)
+        _seed(self.config.seed + 1_000_003 * (self.world.rank + 1) + 7919 * self.at.step)
 
     def _notice(self) -> str | None:
         steps, sparse_steps = self.recorder.counts

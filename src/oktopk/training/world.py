@@ -60,12 +60,6 @@ class World:
             for tensor, part in zip(tensors, mean.split([tensor.numel() for tensor in tensors]), strict=True):
                 tensor.copy_(part.view_as(tensor))
 
-    def broadcast_(self, tensors: Sequence[Tensor]) -> None:
-        """Replace tensors by those of rank 0."""
-        for tensor in tensors:
-            if self.world_size > 1:
-                dist.broadcast(tensor.detach(), src=0)
-
     def fail_together(self, error: Exception | None) -> None:
         """Raise on every rank when any rank has an error: nobody is left waiting in a collective."""
         if not any(self.greatest(int(error is not None))):
