@@ -54,6 +54,29 @@ def test_absolute_paths_are_written_only_when_asked(tmp_path: Path) -> None:
     assert (tmp_path / "absolute" / "train.csv").read_text().count(str(tmp_path)) == 6
 
 
+def test_utterances_without_a_transcript_are_left_out_and_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["data", "an4", "synth-an4:6", "--out", "manifests"])
+    for part in ("train", "test"):
+        (tmp_path / "corpus" / part).mkdir(parents=True)
+        for name in "ab":
+            audio = next((tmp_path / "cache").rglob("0000.wav"))
+            (tmp_path / "corpus" / part / f"{name}.wav").write_bytes(audio.read_bytes())
+            (tmp_path / "corpus" / part / f"{name}.txt").write_text("YES")
+    (tmp_path / "corpus" / "test" / "b.txt").unlink()
+    capsys.readouterr()
+    assert main(["data", "an4", "corpus", "--out", "out"]) == 1
+    out = capsys.readouterr().out
+    assert "left out" in out and "b.txt" in out and "validation.csv: 1 utterances" in out
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["data", "an4", "synth-an4:6", "--out", "file/manifests"]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
 def test_a_folder_that_is_not_an4_ends_with_one_clear_message(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -25,7 +25,7 @@ class An4:
     """Write manifests (train.csv, validation.csv) for a speech corpus.
 
     DIR is AN4 as distributed (the folder, or the archive), a folder of WAV or FLAC files with transcripts, a folder
-    with manifests, or the name of the embedded corpus, synth-an4.
+    with manifests, or the name of the embedded corpus, synth-an4. Exit code 1: some utterances were left out.
 
     Example:
       oktopk data an4 synth-an4:40 --out manifests
@@ -42,10 +42,12 @@ class An4:
         corpus = find_corpus(self.dir, progress=speaking())
         for name, entries in (("train", corpus.train), ("validation", corpus.validation)):
             path = self.out / f"{name}.csv"
-            write_manifest(path, entries, self.absolute)
-            _say(f"{path}: {len(entries)} utterances")
-        _say(f"Verify them with: oktopk data check {self.out}")
-        return 0
+            good = [entry for entry in entries if not entry.problem]
+            write_manifest(path, good, self.absolute)
+            _say(f"{path}: {len(good)} utterances")
+        problems = [entry.problem for entry in (*corpus.train, *corpus.validation) if entry.problem]
+        _say("\n".join([*(f"left out: {problem}" for problem in problems), f"Next: oktopk data check {self.out}"]))
+        return 1 if problems else 0
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -30,7 +31,6 @@ def read_manifest(path: Path) -> list[Entry]:
 
 def write_manifest(path: Path, entries: Iterable[Entry], absolute: bool = False) -> None:
     """Write `entries` so that a reader never sees half a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     root = path.parent.resolve()
     rows = [(_written(entry.path.resolve(), root, absolute), entry.text) for entry in entries]
     _write_rows(path, rows)
@@ -124,10 +124,13 @@ def _written(path: Path, root: Path, absolute: bool) -> str:
 def _write_rows(path: Path, rows: list[tuple[str, str]]) -> None:
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with open(partial, "w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(("wav", "txt"))
             writer.writerows(rows)
         os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise DataError(f"{path}: cannot be written ({error}); choose another place or make room.") from error
