@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from statistics import fmean
+from statistics import fmean, median
 
 from oktopk.metrics import PHASES, StepRecord
 from oktopk.report.runs import Run, Step
@@ -151,9 +151,9 @@ def thin(x: Sequence[float], y: Sequence[float], most: int = 240) -> Points:
 
 
 def smooth(y: Sequence[float]) -> list[float]:
-    """A mean over a window of about a thirtieth of the points, centred where there is room."""
+    """The median over a window of about a thirtieth of the points, centred where there is room."""
     reach = max(1, len(y) // 60)
-    return [fmean(y[max(0, n - reach) : n + reach + 1]) for n in range(len(y))]
+    return [median(y[max(0, n - reach) : n + reach + 1]) for n in range(len(y))]
 
 
 def points(run: Run, value: Callable[[Step], float | None], keep: Callable[[Step], bool] = bool) -> Points:

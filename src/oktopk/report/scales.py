@@ -54,10 +54,12 @@ def scale_for(values: Iterable[float], log: bool = False, zero: bool = False) ->
 
 
 def tight(values: Sequence[float]) -> Scale:
-    """A range that begins at the first value and ends at the last: for steps, time and bytes spent."""
+    """A range from the first value (or zero, when it is near) to the last: for steps, time and bytes spent."""
     if not values:
         return Scale(0.0, 1.0)
     low, high = min(values), max(values)
+    if 0.0 < low < 0.05 * high:
+        low = 0.0
     return Scale(low, high) if high > low else Scale(low - 0.5, high + 0.5)
 
 

@@ -42,7 +42,7 @@ def _loss(runs: Sequence[Run], key: str, axis: Axis, pick: Pick) -> Figure:
             series.append(Series(series_name(runs, run, "training loss"), x, numbers.smooth(y), color))
         if len(runs) == 1:
             series += _validation(run, "loss", places, "validation loss", "c1")
-    caption = "Thin: as measured. Thick: its running mean." if key == "step" else ""
+    caption = "Thin: as measured. Thick: its running median." if key == "step" else ""
     title, ends = f"Loss against {_WORDS[key]}", [] if key == "step" else [0.0]
     return line_figure(f"loss-{key}", title, caption, axis, Axis("loss"), series, switch_marks(runs, pick), ends=ends)
 
