@@ -69,8 +69,11 @@ def load_images(data: str, size: int, resize: bool, verify: bool) -> Images:
     if layout == "MNIST":
         return _in_memory(layout, read_mnist(path))
     classes, listed = list_folder(path)
-    train, valid = ((StreamedImages if resize else _decoded)(listed[part], size) for part in ("train", "val"))
-    return Images(layout, train, valid, classes, size, 3)
+    if resize:
+        train, valid = StreamedImages(listed["train"], size), StreamedImages(listed["val"], size)
+        return Images(layout, train, valid, classes, size, channels=3)
+    key = (size, classes, *(fingerprint(file) for part in listed.values() for file, _ in part))
+    return _in_memory(layout, _cached_arrays("images", key, lambda: _decoded_folder(listed, classes, size)))
 
 
 def find_layout(path: Path) -> str:
@@ -181,7 +184,11 @@ def _in_memory(layout: str, arrays: Arrays) -> Images:
     return Images(layout, train, valid, arrays.classes, arrays.train.shape[1], arrays.train.shape[3])
 
 
-def _decoded(files: list[tuple[Path, int]], size: int) -> ArrayImages:
+def _decoded_folder(listed: dict[str, list[tuple[Path, int]]], classes: tuple[str, ...], size: int) -> Arrays:
+    return Arrays(*_decoded(listed["train"], size), *_decoded(listed["val"], size), classes=classes)
+
+
+def _decoded(files: list[tuple[Path, int]], size: int) -> tuple[Pixels, Labels]:
     pixels = np.empty((len(files), size, size, 3), dtype=np.uint8)
     for number, (path, _) in enumerate(files):
         image = read_image(path)
@@ -191,7 +198,7 @@ def _decoded(files: list[tuple[Path, int]], size: int) -> ArrayImages:
                 "with `resize`, which crops and scales them while it reads."
             )
         pixels[number] = np.asarray(image)
-    return ArrayImages(pixels, np.array([label for _, label in files]))
+    return pixels, np.array([label for _, label in files])
 
 
 def _draw_shapes() -> Arrays:
