@@ -9,12 +9,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from oktopk.algorithms import ALGORITHMS
 from oktopk.cli.arguments import CONFIG_FLAG, read_config, take
 from oktopk.cli.console import bytes_text, console, duration_text, table, world_rank
 from oktopk.cli.report import Report
 from oktopk.cli.train import Train, parse_train
 from oktopk.errors import ConfigError, nearest
+from oktopk.training.algorithms import find_config
 from oktopk.training.config import TrainConfig, from_mapping
 from oktopk.training.run_directory import RunDirectory
 
@@ -64,8 +64,7 @@ class Compare(Train):
     def _algorithms(self) -> list[str]:
         names = [name.strip() for name in self.algorithms.split(",") if name.strip()]
         for name in names:
-            if name not in ALGORITHMS:
-                raise ConfigError(f"unknown algorithm {name!r}. {nearest(name, ALGORITHMS)}")
+            find_config(name)
         return names
 
     def _conclude(self, runs: Sequence[Path]) -> int:

@@ -11,7 +11,6 @@ from typing import Annotated, Any
 
 import tyro
 
-from oktopk.algorithms import ALGORITHMS
 from oktopk.cli.arguments import (
     CONFIG_FLAG,
     description,
@@ -25,6 +24,7 @@ from oktopk.cli.arguments import (
 from oktopk.cli.console import console
 from oktopk.cli.progress import make_observer
 from oktopk.errors import ConfigError, nearest
+from oktopk.training.algorithms import find_config
 from oktopk.training.config import TrainConfig
 from oktopk.training.launch import launch_command, launch_workers, settle_in
 from oktopk.training.place import find_place
@@ -102,11 +102,9 @@ def parse_train(command: type[Any], values: Mapping[str, Any], args: Sequence[st
     words = list(args[: leading_words(args)])
     workload = words[0] if words else str(values.get("workload", "speech"))
     algorithm = take(args, "--algorithm")[0] or str(values.get("algorithm", "oktopk"))
-    if algorithm not in ALGORITHMS:
-        raise ConfigError(f"unknown algorithm {algorithm!r}. {nearest(algorithm, ALGORITHMS)}")
     if ":" not in workload and workload not in WORKLOADS:
         raise ConfigError(f"unknown workload {workload!r}. {nearest(workload, WORKLOADS)}")
-    parser = _parser(command, find_classes(workload)[0], ALGORITHMS[algorithm][0])
+    parser = _parser(command, find_classes(workload)[0], find_config(algorithm))
     types = {name: kind for part in field_types(parser).values() for name, kind in field_types(_bare(part)).items()}
     given = tyro.cli(parser, args=merged(values, args, types), prog=prog, description=description(command))
     options = {f.name: getattr(given.workload, f.name) for f in fields(given.workload)}
@@ -124,7 +122,7 @@ def to_argv(config: Any) -> list[str]:
     defaults = {**vars(type(config)()), **{name: workload_default[name] for name in _COMMON}}
     values = {f.name: getattr(config, f.name) for f in fields(config) if f.name != "workload"}
     values["workload_options"] = _unlike(config.workload_options, workload_default)
-    values["algorithm_options"] = _unlike(config.algorithm_options, vars(ALGORITHMS[config.algorithm][0]()))
+    values["algorithm_options"] = _unlike(config.algorithm_options, vars(find_config(config.algorithm)()))
     return [config.workload, *to_flags(_unlike(values, defaults), field_types(type(config)))]
 
 

@@ -52,9 +52,7 @@ class Analyzer:
     def before(self, residuals: Mapping[str, Tensor]) -> None:
         """Remember what goes into the reduction."""
         gradient = self._gradient()
-        owed = [
-            residuals[name].view(-1) if name in residuals else torch.zeros(p.numel()) for name, p in self._parameters
-        ]
+        owed = [residuals.get(name, torch.zeros_like(p)).reshape(-1) for name, p in self._parameters]
         self._mine = gradient + torch.cat(owed).to(gradient.dtype)
         self._mean_gradient, self._mean_input = gradient.clone(), self._mine.clone()
         self._world.average_([self._mean_gradient, self._mean_input])

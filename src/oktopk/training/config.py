@@ -26,7 +26,7 @@ class TrainConfig:
     data: str | None = None  # folder or manifest of the corpus; None: the one that comes with the workload
     workers: int = 1  # processes to start on this machine; ignored under torchrun, mpirun or srun
 
-    algorithm: str = "oktopk"  # how gradients are summed: dense, topka, topkdsa, gtopk, gaussiank, oktopk
+    algorithm: str = "oktopk"  # how gradients are summed: dense, topka, topkdsa, gtopk, gaussiank, oktopk, auto
     density: float | None = None  # fraction of the gradient each worker sends; smaller = less traffic, later updates
     density_schedule: Mapping[int, float] = field(default_factory=dict)  # {step: density from that step on}; from 0
     warmup_steps: int | None = None  # dense steps before sparse ones
@@ -34,6 +34,10 @@ class TrainConfig:
     min_numel: int = 1024  # parameters smaller than this go dense
     bucket_mb: float = 256.0  # gradient reduced at once; larger = fewer messages, less overlap
     on_nonfinite: Literal["raise", "skip"] = "raise"  # a NaN gradient: stop, or leave that step out
+
+    momentum_correction: float = 0.0  # momentum applied before sending; then --momentum must be 0 (DGC: 0.9)
+    factor_masking: bool = False  # stop the momentum of entries just sent; with momentum_correction
+    fold_learning_rate: bool = False  # residuals hold learning rate times gradient, as in the paper
 
     epochs: int | None = None  # passes over the training set
     max_steps: int | None = None  # stop after this many optimizer steps, whatever the epoch

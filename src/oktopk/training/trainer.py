@@ -16,11 +16,10 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
-from oktopk.algorithms import ALGORITHMS
 from oktopk.checkpoint import load
-from oktopk.config import DenseConfig
 from oktopk.errors import DataError
 from oktopk.front_ends.optimizer import DistributedOptimizer
+from oktopk.training.algorithms import has_sparse_steps
 from oktopk.training.analysis import Analyzer
 from oktopk.training.checkpoint import (
     Checkpoints,
@@ -262,6 +261,9 @@ class Trainer:
             metrics=self.journal.sink,
             min_numel=config.min_numel,
             on_nonfinite=config.on_nonfinite,
+            momentum_correction=config.momentum_correction,
+            factor_masking=config.factor_masking,
+            fold_learning_rate=config.fold_learning_rate,
             **config.algorithm_options,
         )
 
@@ -300,7 +302,7 @@ class Trainer:
 
     def _density(self) -> float | None:
         """What is wanted of sparse steps, if there will be any."""
-        return None if ALGORITHMS[self.config.algorithm][0] is DenseConfig else self.recipe.density
+        return self.recipe.density if has_sparse_steps(self.config.algorithm) else None
 
     def _parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.model.parameters())
