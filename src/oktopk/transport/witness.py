@@ -33,6 +33,7 @@ class Witness:
     def __init__(self, group: dist.ProcessGroup, rank: int, world_size: int) -> None:
         self._rank, self._world_size = rank, world_size
         self._listener: socket.socket | None = None
+        self._is_store_lost = False  # with the rank that held it
         if world_size == 1:
             return
         store: Any = dist.distributed_c10d._get_default_store()
@@ -53,11 +54,11 @@ class Witness:
 
     def note(self, fault: Fault) -> None:
         """Let peers read it, unless another note was first."""
-        if self._world_size > 1:
+        if self._world_size > 1 and not self._is_store_lost:
             try:
                 self._store.compare_set("fault", "", json.dumps(asdict(fault)))
             except RuntimeError:
-                return  # the store went with its rank, and peers find that out as we did
+                self._is_store_lost = True  # peers find that out as we did
 
     def find(self) -> Fault | None:
         if self._world_size == 1:
@@ -72,9 +73,12 @@ class Witness:
         return self._find_late()
 
     def _read(self) -> Fault | None:
+        if self._is_store_lost:
+            return None
         try:
             return Fault(**json.loads(self._store.get("fault"))) if self._store.check(["fault"]) else None
         except RuntimeError:
+            self._is_store_lost = True
             return None
 
     def _find_dead(self) -> list[int]:
