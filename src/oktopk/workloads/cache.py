@@ -9,6 +9,8 @@ import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from oktopk.errors import DataError
+
 
 def cache_root() -> Path:
     """`OKTOPK_CACHE`, or `~/.cache/oktopk`."""
@@ -34,13 +36,16 @@ def fingerprint(path: Path) -> tuple[str, int, int]:
 
 
 def _fill_and_rename(folder: Path, fill: Callable[[Path], None]) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        fill(temporary)
-        temporary.rename(folder)
-    except OSError:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        try:
+            fill(temporary)
+            temporary.rename(folder)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    except OSError as error:
         if not folder.exists():
-            raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+            raise DataError(
+                f"cannot prepare {folder} ({error}): make room and rights there, or set OKTOPK_CACHE to another folder."
+            ) from error
