@@ -16,6 +16,7 @@ from oktopk.kernels.reference import ReferenceKernels
 from oktopk.types import SparseVector, index_dtype
 
 SAMPLE = 1 << 18  # entries that tell a threshold; more = fewer candidates, slower sample
+SHARE = 16  # a sample is at most one of this many entries
 SEED = 0x9E3779B97F4A7C15  # where in its stretch a sampled line lies; any number but 0
 SLACK = 1.25  # room for candidates, as a multiple of k
 DEVIATIONS = 4  # by how many standard deviations of the sample more candidates are taken; fewer = more second scans
@@ -40,12 +41,18 @@ class CpuKernels(ReferenceKernels):
         self._counters = np.zeros(1 << loops.DIGIT, np.int64)
         self._candidates: _Candidates | None = None
 
+    @property
+    def scratch_bytes(self) -> int:
+        """Memory these kernels hold between calls."""
+        return sum(buffer.nbytes for buffer in self._buffers.values()) + self._counters.nbytes
+
     def all_finite(self, x: Tensor) -> bool:
         return not loops.any_at_least(_bits(x), _key(float("inf"), x.dtype))
 
     def accumulate_(self, residual: Tensor, grad: Tensor, k: int = 0) -> float:
         if residual.dtype not in _FLOATS or not residual.is_contiguous():
             return super().accumulate_(residual, grad, k)
+        _require_same_size(residual, grad)
         _written(residual)
         if grad.dtype != residual.dtype:
             return self._accumulate_converted_(residual, grad)
@@ -67,7 +74,7 @@ class CpuKernels(ReferenceKernels):
         size = min(SMALL, x.numel()) + WORD
         while True:
             indices, values = self._room(x, size, keep=count)
-            count, at = loops.compact(bits, at, bits.size, 0, key, indices, values, count)
+            count, at = loops.compact(bits, bits, at, bits.size, key, indices, values, count)
             if at == bits.size:
                 return _vector(x, indices[:count].copy(), values[:count].copy())
             size *= 2
@@ -85,6 +92,8 @@ class CpuKernels(ReferenceKernels):
             return super().sum_sparse(vectors)
         if len(vectors) == 1:
             return vectors[0]
+        for vector in vectors:
+            _require_same_size(vector.indices, vector.values)
         ends = np.cumsum([vector.nnz for vector in vectors])
         indices = torch.cat([vector.indices for vector in vectors]).numpy()
         values = torch.cat([vector.values for vector in vectors]).numpy()
@@ -98,6 +107,7 @@ class CpuKernels(ReferenceKernels):
     def retain_(self, residual: Tensor, sent: SparseVector) -> float:
         if residual.dtype not in _FLOATS or not residual.is_contiguous():
             return super().retain_(residual, sent)
+        _require_same_size(sent.indices, sent.values)
         _written(residual)
         change = loops.subtract_at(_numpy(residual), _numpy(sent.indices), _numpy(sent.values))
         if np.isnan(change):
@@ -107,6 +117,7 @@ class CpuKernels(ReferenceKernels):
     def fill_(self, out: Tensor, vector: SparseVector, scale: float) -> None:
         if not out.is_contiguous():
             return super().fill_(out, vector, scale)
+        _require_same_size(vector.indices, vector.values)
         _written(out)
         values = (vector.values * scale).to(out.dtype)
         placed = loops.fill(_bits(out), _numpy(vector.indices), _bits(values))
@@ -128,8 +139,9 @@ class CpuKernels(ReferenceKernels):
         low = self._low_key(residual, k, grad)
         indices, values = self._room(residual, _capacity(k, residual.numel()))
         total, count = loops.accumulate_compact_largest(
-            _numpy(residual), _numpy(grad), _bits(residual), np.uint64(low), k, indices, values, self._counters
-        )
+            _numpy(residual), _numpy(grad), _bits(residual), 0, residual.numel(),
+            np.uint64(low), k, indices, values, self._counters,
+        )  # fmt: skip
         self._candidates = _Candidates(low, indices, values, count, k, residual, _version(residual))
         return float(total)
 
@@ -137,7 +149,7 @@ class CpuKernels(ReferenceKernels):
         """A key that a little more than k entries of x (+ addend) should reach, told from a sample."""
         if x.numel() <= SMALL or 2 * k >= x.numel():
             return 1
-        keys = self._buffer("sample", _BITS[x.itemsize][1], SAMPLE)
+        keys = self._buffer("sample", _BITS[x.itemsize][1], min(SAMPLE, x.numel() // SHARE))
         if addend is None:
             drawn = loops.sample(_bits(x), SEED, keys)
         else:
@@ -148,7 +160,10 @@ class CpuKernels(ReferenceKernels):
 
     def _gather(self, x: Tensor, k: int, low: int) -> _Candidates:
         indices, values = self._room(x, _capacity(k, x.numel()))
-        count, _ = loops.compact_largest(_bits(x), 0, np.uint64(low), k, indices, values, 0, self._counters)
+        bits = _bits(x)
+        count, _ = loops.compact_largest(
+            bits, bits, 0, bits.size, np.uint64(low), k, indices, values, 0, self._counters
+        )
         return _Candidates(low, indices, values, count, k, x, _version(x))
 
     def _keep(self, candidates: _Candidates, k: int) -> tuple[SparseVector, float]:
@@ -165,6 +180,9 @@ class CpuKernels(ReferenceKernels):
         cursors = np.concatenate([[0], ends[:-1]])
         union, total = np.empty_like(indices), np.empty_like(values)
         count = loops.sum_windows(indices, values, cursors, ends, sums, touched, union, total)
+        if count < 0:
+            self._buffers.clear()  # half a sum is left in them
+            raise IndexError("indices of vectors to sum must ascend from 0 on, each once per vector.")
         return SparseVector(torch.from_numpy(union[:count]), torch.from_numpy(total[:count]), numel)
 
     def _room(self, x: Tensor, size: int, keep: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -231,6 +249,11 @@ def _key(threshold: float, dtype: torch.dtype) -> np.uint64:
 
 def _magnitude_of(key: int, dtype: torch.dtype) -> float:
     return float(torch.tensor([key], dtype=_BITS[dtype.itemsize][0]).view(dtype)[0])
+
+
+def _require_same_size(a: Tensor, b: Tensor) -> None:
+    if a.numel() != b.numel():
+        raise IndexError(f"expected two tensors of one size, got {a.numel()} and {b.numel()} entries.")
 
 
 def _version(x: Tensor) -> int:

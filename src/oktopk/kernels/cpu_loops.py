@@ -17,11 +17,16 @@ from oktopk.kernels.cpu_simd import WORD, leading_zeros, mask_at_least, populati
 
 DIGIT = 12  # bits a radix pass resolves: 4096 counters stay in the first-level cache
 LINE = 16  # entries a sample takes together: one cache line of float32
-TILE = 4096  # entries worked on while they are in the first-level cache
+TILE = 2048  # entries worked on while they are in the first-level cache
+STREAMS = 8  # places a plain scan reads at the same time
 WINDOW = 1 << 14  # entries of the index space that sum_windows covers at once
+UNASKED = 4  # indices of a word written without looking how many it has
+FAR = 4096  # entries asked for in advance by a scan that also works
 AHEAD = 24  # scattered accesses asked for in advance
 
 _ONE = np.uint64(1)
+_NONE = np.int64(-(2**63))
+_LAST = np.int64(2**63 - 1)
 _ALL = np.uint64(0xFFFFFFFFFFFFFFFF)
 
 
@@ -44,16 +49,17 @@ def jit_reordered(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @jit
 def any_at_least(bits: Any, key: Any) -> Any:
-    """Whether any key reaches `key`."""
-    whole = bits.size - bits.size % WORD
-    for start in range(0, whole, TILE):
+    """Whether any key reaches `key`. Reads STREAMS places at once, which keeps more of the memory busy."""
+    stretch = bits.size // (STREAMS * WORD) * WORD
+    for start in range(0, stretch, TILE):
         found = np.uint64(0)
-        for at in range(start, min(start + TILE, whole), WORD):
-            found |= mask_at_least(bits, at, key)
+        for at in range(start, min(start + TILE, stretch), WORD):
+            for stream in range(STREAMS):
+                found |= mask_at_least(bits, at + stream * stretch, key)
         if found:
             return True
     magnitude, found = _magnitude(bits), np.uint64(0)
-    for at in range(whole, bits.size):
+    for at in range(STREAMS * stretch, bits.size):
         found |= np.uint64(bits[at] & magnitude >= key)
     return found > 0
 
@@ -83,44 +89,63 @@ def accumulate(residual: Any, grad: Any) -> Any:
 
 
 @jit
-def compact(bits: Any, start: int, stop: int, base: int, key: Any, indices: Any, values: Any, count: int) -> Any:
-    """Append the entries of bits[start:stop] whose key reaches `key`; index = base + place.
+def compact(bits: Any, other: Any, start: int, stop: int, key: Any, indices: Any, values: Any, count: int) -> Any:
+    """Append the entries of bits[start:stop] whose key reaches `key`.
 
-    Returns the new count and where it stopped: before `stop` when another word of entries might not fit.
+    Returns the new count and where it stopped: before `stop` when another word of entries might not fit. Asks for what
+    lies ahead in `bits` and in `other`, the array that the caller reads beside it.
     """
     room = indices.size - WORD
-    magnitude = _magnitude(bits)
     at = start
     while at < stop and count <= room:
-        if at + WORD <= stop:
-            word = mask_at_least(bits, at, key)
-        else:
-            word = np.uint64(0)
-            for i in range(stop - at):
-                word |= np.uint64(bits[at + i] & magnitude >= key) << np.uint64(i)
-        while word:
-            i = at + trailing_zeros(word)
-            indices[count] = base + i
-            values[count] = bits[i]
-            count += 1
-            word &= word - _ONE
-        at += WORD
-    return count, min(at, stop)
+        first, whole = count, min(at + TILE, stop - WORD + 1)
+        while at < whole and count <= room:
+            for line in range(FAR, FAR + WORD, LINE):
+                prefetch(bits, at + line)
+                prefetch(other, at + line)
+            count = _append(mask_at_least(bits, at, key), at, indices, count)
+            at += WORD
+        if at < stop < at + WORD and count <= room:
+            count = _append(_tail_mask(bits, at, stop, key), at, indices, count)
+            at = stop
+        for i in range(first, count):
+            values[i] = bits[indices[i]]
+    return count, at
+
+
+@jit
+def _append(word: Any, base: int, indices: Any, count: int) -> Any:
+    """Write base + i for every set bit i. The first ones go out unasked: a branch on each would be a coin toss."""
+    found = population(word)
+    for i in range(UNASKED):
+        indices[count + i] = base + trailing_zeros(word)
+        word &= word - _ONE
+    for i in range(UNASKED, found):
+        indices[count + i] = base + trailing_zeros(word)
+        word &= word - _ONE
+    return count + found
+
+
+@jit
+def _tail_mask(bits: Any, start: int, stop: int, key: Any) -> Any:
+    word, magnitude = np.uint64(0), _magnitude(bits)
+    for i in range(stop - start):
+        word |= np.uint64(bits[start + i] & magnitude >= key) << np.uint64(i)
+    return word
 
 
 @jit
 def compact_largest(
-    bits: Any, base: int, key: Any, k: int, indices: Any, values: Any, count: int, counters: Any
+    bits: Any, other: Any, start: int, stop: int, key: Any, k: int, indices: Any, values: Any, count: int, counters: Any
 ) -> Any:
-    """As `compact` over all of `bits`, but when room runs out only the k largest so far are kept.
+    """As `compact`, but when room runs out only the k largest so far are kept.
 
     What comes later must then exceed the smallest of those, since of equal entries the first win: nothing that belongs
     to the k largest is lost. Returns the new count and the new key.
     """
-    at = 0
-    while at < bits.size:
-        count, at = compact(bits, at, bits.size, base, key, indices, values, count)
-        if at < bits.size:
+    while start < stop:
+        count, start = compact(bits, other, start, stop, key, indices, values, count)
+        if start < stop:
             count, kth = keep_largest(indices, values, count, k, counters, indices, values)
             key = kth + _ONE
     return count, key
@@ -128,14 +153,24 @@ def compact_largest(
 
 @jit
 def accumulate_compact_largest(
-    residual: Any, grad: Any, bits: Any, key: Any, k: int, indices: Any, values: Any, counters: Any
+    residual: Any,
+    grad: Any,
+    bits: Any,
+    start: int,
+    stop: int,
+    key: Any,
+    k: int,
+    indices: Any,
+    values: Any,
+    counters: Any,
 ) -> Any:
     """`accumulate` and `compact_largest` of the result (`bits` is `residual`), tile by tile: one pass over memory."""
     total, count = 0.0, 0
-    for start in range(0, residual.size, TILE):
-        stop = min(start + TILE, residual.size)
-        total += accumulate(residual[start:stop], grad[start:stop])
-        count, key = compact_largest(bits[start:stop], start, key, k, indices, values, count, counters)
+    while start < stop:
+        end = min(start + TILE, stop)
+        total += accumulate(residual[start:end], grad[start:end])
+        count, key = compact_largest(bits, grad, start, end, key, k, indices, values, count, counters)
+        start = end
     return total, count
 
 
@@ -250,7 +285,9 @@ def histogram(bits: Any, shift: int, first: int, counts: Any) -> Any:
 def sum_windows(
     indices: Any, values: Any, cursors: Any, ends: Any, sums: Any, touched: Any, to_indices: Any, to_values: Any
 ) -> Any:
-    """Sum ascending lists: list s is indices[cursors[s]:ends[s]] with its values. Returns the length of the union.
+    """Sum ascending lists: list s is indices[cursors[s]:ends[s]] with its values.
+
+    Returns the length of the union, -1 if a list does not ascend.
 
     The index space is crossed in windows whose sums fit the cache, each list adding in turn, so every sum is formed in
     the order of the lists. `sums` [WINDOW] and `touched` [WINDOW / 64] must come zero, and are left so.
@@ -259,13 +296,15 @@ def sum_windows(
     while True:
         base = _next_index(indices, cursors, ends)
         if base < 0:
-            return count
+            return count if base == _NONE else -1
         base -= base % WORD
         words = 0
         for source in range(cursors.size):
             at = cursors[source]
             while at < ends[source] and indices[at] < base + WINDOW:
                 place = np.int64(indices[at]) - base
+                if place < 0 or (at > 0 and cursors[source] < at and indices[at] <= indices[at - 1]):
+                    return -1
                 sums[place] += values[at]
                 touched[place >> 6] |= _ONE << np.uint64(place & 63)
                 words = max(words, (place >> 6) + 1)
@@ -276,12 +315,11 @@ def sum_windows(
 
 @jit
 def _next_index(indices: Any, cursors: Any, ends: Any) -> Any:
-    lowest = np.int64(-1)
+    lowest = _LAST
     for source in range(cursors.size):
         if cursors[source] < ends[source]:
-            index = np.int64(indices[cursors[source]])
-            lowest = index if lowest < 0 else min(lowest, index)
-    return lowest
+            lowest = min(lowest, np.int64(indices[cursors[source]]))
+    return lowest if lowest < _LAST else _NONE
 
 
 @jit

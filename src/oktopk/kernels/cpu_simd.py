@@ -40,10 +40,10 @@ def mask_at_least(typing: Any, bits: Any, start: Any, key: Any) -> Any:
 
 @intrinsic
 def trailing_zeros(typing: Any, word: Any) -> Any:
-    """Position of the lowest set bit of a uint64 that is not zero."""
+    """Position of the lowest set bit of a uint64; 64 for zero."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
+        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 0))
 
     return types.int64(types.uint64), generate
 

@@ -1,0 +1,144 @@
+"""What messages weigh and what making them costs, against `add_` and the numpy codec, in one run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from oktopk.bench.figures import Figure, machine, race, threads
+from oktopk.config import WIRES
+from oktopk.types import SparseVector
+from oktopk.wire import HEADER_BYTES, Wire, plain
+from oktopk.wire import indices as index_codecs
+
+NUMEL = 27_569_568  # the LSTM of the paper
+DENSITY = 0.01
+DENSITIES = (0.02, 0.01, 0.001)
+
+
+@dataclass(frozen=True)
+class WireRow:
+    """One value format at one density, indices coded as the library chooses."""
+
+    wire: str
+    density: float
+    nnz: int
+    bits_per_pair: float
+    pack_seconds: float
+    unpack_seconds: float
+
+
+@dataclass(frozen=True)
+class IndexRow:
+    """One index codec at one density."""
+
+    codec: str
+    density: float
+    bits_per_index: float
+    entropy: float
+
+
+@dataclass(frozen=True)
+class WireResult:
+    """Everything `oktopk bench wire` shows."""
+
+    numel: int
+    figures: list[Figure]
+    rows: list[WireRow]
+    indices: list[IndexRow]
+
+    @property
+    def ok(self) -> bool:
+        return all(figure.ok for figure in self.figures)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "numel": self.numel,
+            "figures": {figure.key: figure.to_json() for figure in self.figures},
+            "wires": [asdict(row) for row in self.rows],
+            "indices": [asdict(row) for row in self.indices],
+            "machine": machine(),
+        }
+
+
+def measure_wire(numel: int = NUMEL, repeats: int = 10) -> WireResult:
+    """Measure on one thread; about half a minute at the full size."""
+    with threads(1):
+        vectors = {density: uniform(numel, density) for density in DENSITIES}
+        rows = [_wire_row(wire, density, vectors[density], repeats) for density in DENSITIES for wire in WIRES]
+        indices = [row for density in DENSITIES for row in _index_rows(density, vectors[density])]
+        figures = [*_size_figures(rows, indices), *_time_figures(vectors[DENSITY], numel, repeats)]
+    return WireResult(numel, figures, rows, indices)
+
+
+def uniform(numel: int, density: float) -> SparseVector:
+    """Exactly round(density * numel) entries, anywhere with the same chance."""
+    generator = torch.Generator().manual_seed(numel)
+    k = max(1, round(density * numel))
+    drawn = torch.randint(numel, (int(1.2 * k) + 16,), generator=generator).unique()
+    chosen = drawn[torch.randperm(drawn.numel(), generator=generator)[:k]].sort().values
+    return SparseVector(chosen.to(torch.int32), torch.randn(chosen.numel(), generator=generator), numel)
+
+
+def entropy(density: float) -> float:
+    """Bits that an index needs at least, when positions are uniform."""
+    return -math.log2(density) - (1 - density) / density * math.log2(1 - density)
+
+
+def _wire_row(name: str, density: float, vector: SparseVector, repeats: int) -> WireRow:
+    wire = Wire(name)
+    message = wire.pack(vector).message
+    best = race({"pack": lambda: wire.pack(vector), "unpack": lambda: wire.unpack(message)}, repeats)
+    return WireRow(name, density, vector.nnz, 8 * message.numel() / vector.nnz, best["pack"], best["unpack"])
+
+
+def _index_rows(density: float, vector: SparseVector) -> list[IndexRow]:
+    rows = []
+    for codec in ("rice", "bitmap", "block16", "raw32"):
+        message = Wire("float32", indices=codec).pack(vector).message
+        bits = 8 * (message.numel() - HEADER_BYTES) / vector.nnz - 32
+        rows.append(IndexRow(codec, density, bits, entropy(density)))
+    return rows
+
+
+def _size_figures(rows: list[WireRow], indices: list[IndexRow]) -> list[Figure]:
+    pairs = {row.wire: row.bits_per_pair for row in rows if row.density == DENSITY}
+    bits = {row.density: row.bits_per_index for row in indices if row.codec == "rice"}
+    return [
+        Figure("bits_per_pair_bfloat16", f"bits per pair at {DENSITY}, bfloat16", pairs["bfloat16"], 25.5, 24.5),
+        Figure("bits_per_pair_int8", f"bits per pair at {DENSITY}, int8", pairs["int8"], 17.5, 16.5),
+        *(
+            Figure(f"bits_per_index_{d}", f"bits per index at {d}", bits[d], 1.05 * entropy(d), 1.02 * entropy(d))
+            for d in DENSITIES
+        ),
+    ]
+
+
+def _time_figures(vector: SparseVector, numel: int, repeats: int) -> list[Figure]:
+    wire, residual, grad = Wire("bfloat16", indices="rice"), torch.randn(numel), torch.randn(numel)
+    works: dict[str, Callable[[], object]] = {
+        "add": lambda: residual.add_(grad),
+        "wire": lambda: wire.unpack(wire.pack(vector).message),
+    }
+    best = race(works, repeats)
+    numpy_seconds = race({"plain": lambda: _plain_round_trip(vector)}, 2)["plain"]
+    return [
+        Figure("round_trip_over_add", "pack + unpack (bfloat16, Rice) / add_", best["wire"] / best["add"], 1.0, 0.4),
+        Figure("round_trip_seconds", "pack + unpack, seconds", best["wire"]),
+        Figure("add_seconds", "one add_, seconds", best["add"]),
+        Figure("plain_indices_seconds", "numpy codec, indices only, seconds", numpy_seconds),
+    ]
+
+
+def _plain_round_trip(vector: SparseVector) -> bool:
+    """Rice-coded gaps there and back without numba."""
+    indices = vector.indices.numpy()
+    plan = index_codecs.plan(indices, vector.numel, index_codecs.RICE)
+    data, back = np.empty(plan.nbytes, np.uint8), np.empty_like(indices)
+    plain.rice_encode(indices, plan.parameter, data)
+    return plain.rice_decode(data, plan.parameter, int(indices[0]), vector.numel, back)

@@ -1,0 +1,84 @@
+"""`oktopk bench kernels`: what a local selection costs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from oktopk.cli.console import console, table
+
+if TYPE_CHECKING:
+    from oktopk.bench.figures import Figure
+
+
+@dataclass(frozen=True)
+class BenchKernels:
+    """Time the local selection against torch's add_ and topk and the reference kernels, in one run, on one thread.
+
+    Exits with 1 when a figure misses what it must reach.
+
+    Example:
+      oktopk bench kernels --numel 1000000 --sizes 100000
+    """
+
+    numel: int = 27_569_568
+    """Entries of the gradient; the default is the LSTM of the Ok-Topk paper."""
+    repeats: int = 10
+    """Runs of each, of which the best counts."""
+    sizes: tuple[int, ...] = (100_000, 1_000_000, 100_000_000)
+    """Entries of the second table; 100 million need 2 GB of memory."""
+    json: Path | None = None
+    """Write all numbers to this file."""
+
+    def __call__(self) -> int:
+        from oktopk.bench.kernels import measure_kernels
+
+        result = measure_kernels(self.numel, self.repeats, self.sizes)
+        out = console()
+        out.print(figure_table(f"{result.kernels} kernels, {self.numel:,} float32 entries, one thread", result.figures))
+        out.print(table("each kernel", [_stage(row) for row in result.stages]))
+        out.print(table("how it grows", [_size(row) for row in result.sizes]))
+        out.print(f"first selection of a process: {result.warm_up.cold:.1f} s of CPU with nothing compiled, ", end="")
+        out.print(f"{result.warm_up.warm:.2f} s with the cache on disk. Kernels: {result.reason}.")
+        write_json(self.json, result.to_json())
+        return 0 if result.ok else 1
+
+
+def figure_table(title: str, figures: Sequence[Figure]) -> Any:
+    """Figure, measured, must, aim, ok."""
+    return table(title, [_figure(figure) for figure in figures])
+
+
+def write_json(path: Path | None, record: dict[str, Any]) -> None:
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+def _figure(figure: Figure) -> dict[str, Any]:
+    sign = ">=" if figure.higher else "<="
+    row: dict[str, Any] = {"figure": figure.text, "measured": figure.measured}
+    row["must"] = f"{sign} {figure.must:.4g}" if figure.must is not None else ""
+    row["aim"] = f"{sign} {figure.aim:.4g}" if figure.aim is not None else ""
+    row["ok"] = _verdict(figure)
+    return row
+
+
+def _verdict(figure: Figure) -> str:
+    if figure.must is None:
+        return ""
+    return "no" if not figure.ok else "yes, and the aim" if figure.aim is not None and figure.reaches_aim else "yes"
+
+
+def _stage(row: Any) -> dict[str, Any]:
+    return {"kernel": row.kernel, "ms": 1e3 * row.seconds, "/ add_": row.over_add}
+
+
+def _size(row: Any) -> dict[str, Any]:
+    return {
+        "entries": f"{row.numel:,}", "selection, ms": 1e3 * row.selection_seconds, "add_, ms": 1e3 * row.add_seconds,
+        "ns per entry": row.nanoseconds_per_entry, "selection / add_": row.ratio,
+    }  # fmt: skip
