@@ -86,11 +86,12 @@ def step_line(
 
 def dense_record(step: int, world: int, numel: int) -> StepRecord:
     sent, messages = dense_bytes(numel, world), 2 * (world - 1)
+    sizes = {"all_reduce": {sent // messages: messages}} if messages else {}
     return StepRecord(
         step=step, phase="dense", bucket=PARAMETERS[0], numel=numel, k=numel, selected_local=numel,
         selected_global=numel, bytes_sent=sent, bytes_received=sent, dense_bytes=sent, messages=messages,
         threshold_local=0.0, threshold_global=0.0, imbalance=1.0, residual_norm=0.0,
-        seconds=seconds_of(select=0.0, exchange=0.13), message_sizes={"all_reduce": {sent // messages: messages}},
+        seconds=seconds_of(select=0.0, exchange=0.13), message_sizes=sizes,
     )  # fmt: skip
 
 
@@ -102,6 +103,7 @@ def sparse_record(
     words = {"topka": 2 * (world - 1), "gtopk": 8}.get(algorithm, 4.1 * (world - 1) / world)
     sent = int(words * k * 4 * chance.uniform(0.98, 1.03))
     block = int(2 * k * 4 / world * chance.uniform(0.8, 1.2))
+    sizes = {"all_to_all": {block: world - 1}, "all_gather": {block + 24: world - 1, 64: world - 1}}
     return StepRecord(
         step=step, phase="sparse", bucket=PARAMETERS[0], numel=numel, k=k,
         selected_local=int(k * chance.uniform(0.99, 1.02)),
@@ -111,7 +113,7 @@ def sparse_record(
         threshold_global=6e-3 * math.exp(-step / 90) * chance.uniform(0.95, 1.05), imbalance=chance.uniform(1.0, 1.08),
         residual_norm=4.0 * (1 - math.exp(-step / 60)) * chance.uniform(0.97, 1.03),
         seconds=seconds_of(select=0.004, exchange=0.011),
-        message_sizes={"all_to_all": {block: world - 1}, "all_gather": {block + 24: world - 1, 64: world - 1}},
+        message_sizes=sizes if world > 1 else {},
     )  # fmt: skip
 
 

@@ -84,6 +84,7 @@ def test_a_complete_run_has_every_figure(tmp_path: Path) -> None:
         ({"steps": 2, "warmup": 1}, set()),
         ({"steps": 0}, set(FIGURES)),
         ({"world_size": 2, "steps": 3000, "steps_per_epoch": 300}, set()),
+        ({"world_size": 1}, {"loss-bytes", "metric-bytes", "bounds", "messages"}),
     ],
     ids=[
         "no analysis",
@@ -95,6 +96,7 @@ def test_a_complete_run_has_every_figure(tmp_path: Path) -> None:
         "2 steps",
         "0 steps",
         "long",
+        "alone",
     ],
 )
 def test_what_a_run_lacks_is_said_and_nothing_breaks(tmp_path: Path, options: dict[str, Any], absent: set[str]) -> None:

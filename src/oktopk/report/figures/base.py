@@ -59,6 +59,8 @@ def line_figure(
     if not any(one.y for one in series):
         return Figure(figure_id, title, caption, missing=missing or "No such step was recorded.")
     places = [place for one in series for place in one.x] + list(ends)
+    if (x.unit == "bytes" and max(places) == 0) or (y.log and not any(v > 0 for one in series for v in one.y)):
+        return Figure(figure_id, title, caption, missing="Nothing was sent: one rank has nobody to send to.")
     inside_range = [marker for marker in markers if min(places) <= marker.x <= max(places)]
     drawing = draw_lines(Chart(x, y, series, inside_range, x_scale=tight(places)))
     return Figure(figure_id, title, caption, drawing, y_label=y_title(y, [v for one in series for v in one.y]))
