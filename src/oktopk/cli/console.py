@@ -34,9 +34,9 @@ def table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
     return built
 
 
-def facts(values: Mapping[str, Any]) -> Table:
-    """Names and values, one pair per line."""
-    built = Table(show_header=False, box=None, pad_edge=False)
+def facts(values: Mapping[str, Any], title: str | None = None) -> Table:
+    """Names and values, one pair per line: fits any terminal."""
+    built = Table(title=title, title_justify="left", show_header=False)
     for name, value in values.items():
         built.add_row(name, cell(value))
     return built

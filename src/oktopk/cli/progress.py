@@ -10,11 +10,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from oktopk.cli.console import bytes_text, console, duration_text, table, world_rank
+from oktopk.cli.console import bytes_text, console, duration_text, facts, world_rank
 from oktopk.training.journal import EpochEntry
 from oktopk.training.observer import Observer, Start, Step, Summary
 
 _LINE_SECONDS = 10.0  # between two step lines where there is no bar
+_BAR_COLUMNS = 100  # a narrower terminal has room for the numbers only
 
 
 def make_observer(quiet: bool) -> QuietObserver:
@@ -72,7 +73,7 @@ class LineObserver(QuietObserver):
 
     def finished(self, summary: Summary) -> None:
         self.close()
-        self.out.print(table("summary", [summary_row(summary)]))
+        self.out.print(facts(summary_row(summary), "summary"))
         if summary.notice:
             self.out.print(f"notice: {summary.notice}", markup=False, soft_wrap=True)
         super().finished(summary)
@@ -103,11 +104,12 @@ class BarObserver(LineObserver):
 
     def __init__(self, out: Console) -> None:
         super().__init__(out)
+        bar = [BarColumn(bar_width=None)] if out.width >= _BAR_COLUMNS else []
         self._bar = Progress(
-            TextColumn("epoch {task.fields[epoch]}"), BarColumn(bar_width=None), MofNCompleteColumn(),
+            TextColumn("epoch {task.fields[epoch]}"), *bar, MofNCompleteColumn(),
             TextColumn("{task.fields[rate]} steps/s"), TextColumn("loss {task.fields[loss]}"),
             TextColumn("{task.fields[phase]}"), TextColumn("saved {task.fields[saved]}"), TextColumn("ETA"),
-            TimeRemainingColumn(compact=True), console=out, transient=True, expand=True,
+            TimeRemainingColumn(compact=True), console=out, transient=True, expand=bool(bar),
         )  # fmt: skip
 
     def started(self, start: Start) -> None:
@@ -187,6 +189,7 @@ def validation_text(validation: Mapping[str, float], metric: str) -> str:
 
 
 def summary_row(summary: Summary) -> dict[str, object]:
+    """What there is to say about a run; what has no data is left out."""
     row: dict[str, object] = {"epochs": summary.epochs, "dense steps": summary.dense_steps}
     row["sparse steps"] = summary.sparse_steps
     if summary.train_loss is not None:
