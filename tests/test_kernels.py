@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from oktopk.errors import ConfigError, UnsupportedError
-from oktopk.kernels import Kernels, ReferenceKernels, choose
+from oktopk.kernels import Kernels, ReferenceKernels, choose, cpu_team
 from oktopk.kernels import cpu as cpu_module
 from oktopk.kernels.cpu import CpuKernels
 from oktopk.types import SparseVector
@@ -50,14 +51,18 @@ def assert_same(ours: SparseVector, theirs: SparseVector) -> None:
     assert torch.equal(ours.values, theirs.values)
 
 
-@pytest.fixture(params=["cpu", "cpu, little room"])
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Kernels:
+@pytest.fixture(params=["cpu", "cpu, little room", "cpu, three threads"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
     """As installed, and with limits so low that small inputs take the paths of large ones."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3 if "threads" in request.param else 1)
     if request.param != "cpu":
         monkeypatch.setattr(cpu_module, "SMALL", 64)
         monkeypatch.setattr(cpu_module, "SAMPLE", 128)
         monkeypatch.setattr(cpu_module, "CHUNK", 50)
-    return CpuKernels()
+        monkeypatch.setattr(cpu_team, "GRAIN", 40)
+    yield CpuKernels()
+    torch.set_num_threads(threads)
 
 
 def test_select_topk_keeps_exactly_the_k_largest(kernels: Kernels) -> None:
@@ -199,6 +204,17 @@ def test_fill_writes_every_entry(kernels: Kernels, dtype: torch.dtype, numel: in
     assert torch.equal(ours, theirs)
 
 
+def test_lists_that_do_not_ascend_are_refused_and_do_no_harm(kernels: Kernels) -> None:
+    good = pieces(3, 40_000, 1)
+    for indices in ([5, 5], [700, 3], [-4, 9]):
+        bad = SparseVector(torch.tensor(indices, dtype=torch.int32), torch.ones(2), 40_000)
+        with pytest.raises(IndexError, match="ascend"):
+            kernels.sum_sparse([good[0], bad])
+    assert_same(kernels.sum_sparse(good), SPEC.sum_sparse(good))
+    with pytest.raises(IndexError, match="one size"):
+        kernels.accumulate_(torch.zeros(10), torch.zeros(9))
+
+
 def test_indices_out_of_bounds_are_refused(kernels: Kernels) -> None:
     for index in (-1, 200):
         stray = SparseVector(torch.tensor([index]), torch.tensor([1.0]), 200)
@@ -237,6 +253,25 @@ def test_large_vectors_take_the_sampled_path(kind: str, density: float) -> None:
     grad, total = x / 3, x.clone()
     kernels.accumulate_(total, grad, k)
     assert_same(kernels.select_topk(total, k)[0], SPEC.select_topk(x + grad, k)[0])
+
+
+@pytest.mark.parametrize("where", ["even", "one place"])
+def test_threads_choose_what_one_thread_chooses(where: str) -> None:
+    x = example(3 << 20, 8, "normal", torch.float32)
+    if where == "one place":  # more than one thread's share of room
+        x[100_000:] *= 1e-3
+    grad, k, threads = x.roll(5), 30_000, torch.get_num_threads()
+    results = []
+    for count in (1, 3):
+        torch.set_num_threads(count)
+        kernels, residual = CpuKernels(), x.clone()
+        energy = kernels.accumulate_(residual, grad, k)
+        results.append((kernels.select_topk(residual, k)[0], kernels.select_topk(residual, k)[0], energy))
+    torch.set_num_threads(threads)
+    (first, second, energy), (other_first, other_second, other_energy) = results
+    for ours in (second, other_first, other_second):
+        assert_same(ours, first)
+    assert energy == pytest.approx(other_energy, rel=1e-12)
 
 
 def test_candidates_take_little_memory() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from oktopk.kernels import cpu_loops as loops
 from oktopk.kernels.cpu_simd import WORD
+from oktopk.kernels.cpu_team import Team
 from oktopk.kernels.reference import ReferenceKernels
 from oktopk.types import SparseVector, index_dtype
 
@@ -40,6 +41,7 @@ class CpuKernels(ReferenceKernels):
         self._buffers: dict[str, np.ndarray] = {}
         self._counters = np.zeros(1 << loops.DIGIT, np.int64)
         self._candidates: _Candidates | None = None
+        self._team = Team()
 
     @property
     def scratch_bytes(self) -> int:
@@ -47,7 +49,8 @@ class CpuKernels(ReferenceKernels):
         return sum(buffer.nbytes for buffer in self._buffers.values()) + self._counters.nbytes
 
     def all_finite(self, x: Tensor) -> bool:
-        return not loops.any_at_least(_bits(x), _key(float("inf"), x.dtype))
+        bits, infinity = _bits(x), _key(float("inf"), x.dtype)
+        return not any(self._team.run(bits.size, lambda start, stop: loops.any_at_least(bits[start:stop], infinity)))
 
     def accumulate_(self, residual: Tensor, grad: Tensor, k: int = 0) -> float:
         if residual.dtype not in _FLOATS or not residual.is_contiguous():
@@ -56,9 +59,10 @@ class CpuKernels(ReferenceKernels):
         _written(residual)
         if grad.dtype != residual.dtype:
             return self._accumulate_converted_(residual, grad)
-        if k == 0:
-            return float(loops.accumulate(_numpy(residual), _numpy(grad)))
-        return self._accumulate_and_gather_(residual, grad, k)
+        if k > 0:
+            return self._accumulate_and_gather_(residual, grad, k)
+        total, addend = _numpy(residual), _numpy(grad)
+        return float(sum(self._team.run(total.size, lambda a, b: loops.accumulate(total[a:b], addend[a:b]))))
 
     def select_topk(self, x: Tensor, k: int) -> tuple[SparseVector, float]:
         candidates, self._candidates = self._candidates, None
@@ -80,7 +84,8 @@ class CpuKernels(ReferenceKernels):
             size *= 2
 
     def count_above(self, x: Tensor, threshold: float) -> int:
-        return int(loops.count_at_least(_bits(x), _key(threshold, x.dtype)))
+        bits, key = _bits(x), _key(threshold, x.dtype)
+        return int(sum(self._team.run(bits.size, lambda start, stop: loops.count_at_least(bits[start:stop], key))))
 
     def magnitude_histogram(self, values: Tensor, shift: int, first: int, bins: int) -> Tensor:
         counts = np.zeros(bins, np.int64)
@@ -137,13 +142,8 @@ class CpuKernels(ReferenceKernels):
 
     def _accumulate_and_gather_(self, residual: Tensor, grad: Tensor, k: int) -> float:
         low = self._low_key(residual, k, grad)
-        indices, values = self._room(residual, _capacity(k, residual.numel()))
-        total, count = loops.accumulate_compact_largest(
-            _numpy(residual), _numpy(grad), _bits(residual), 0, residual.numel(),
-            np.uint64(low), k, indices, values, self._counters,
-        )  # fmt: skip
-        self._candidates = _Candidates(low, indices, values, count, k, residual, _version(residual))
-        return float(total)
+        total, self._candidates = self._scan(residual, grad, k, low)
+        return total
 
     def _low_key(self, x: Tensor, k: int, addend: Tensor | None = None) -> int:
         """A key that a little more than k entries of x (+ addend) should reach, told from a sample."""
@@ -159,12 +159,43 @@ class CpuKernels(ReferenceKernels):
         return max(1, int(loops.kth_largest(keys, drawn, min(rank, drawn), self._counters)[0]))
 
     def _gather(self, x: Tensor, k: int, low: int) -> _Candidates:
+        _, candidates = self._scan(x, None, k, low)
+        return candidates or self._scan_alone(x, None, k, low)[1]
+
+    def _scan(self, x: Tensor, grad: Tensor | None, k: int, low: int) -> tuple[float, _Candidates | None]:
+        """One pass over x: add grad, if given, and gather candidates. The sum of squares, and the candidates."""
+        stretches = self._team.stretches(x.numel())
+        if len(stretches) == 1:
+            return self._scan_alone(x, grad, k, low)
+        room = _capacity(2 * k // len(stretches), x.numel())
+        indices, values = self._room(x, room * len(stretches))
+        bits, addend, key = _bits(x), None if grad is None else _numpy(grad), np.uint64(low)
+        places = {start: slice(i * room, (i + 1) * room) for i, (start, _) in enumerate(stretches)}
+
+        def scan(start: int, stop: int) -> tuple[float, int, bool]:
+            own = indices[places[start]], values[places[start]]
+            if addend is None:
+                count, at = loops.compact(bits, bits, start, stop, key, *own, 0)
+                return 0.0, count, at == stop
+            total, count, complete = loops.accumulate_compact(_numpy(x), addend, bits, start, stop, key, *own)
+            return total, count, complete
+
+        totals, counts, complete = zip(*self._team.each(stretches, scan), strict=True)
+        count = _close_up(indices, values, room, counts)
+        # Entries so unevenly spread that a thread ran out of room are gathered again, by one thread.
+        candidates = _Candidates(low, indices, values, count, k, x, _version(x)) if all(complete) else None
+        return float(sum(totals)), candidates
+
+    def _scan_alone(self, x: Tensor, grad: Tensor | None, k: int, low: int) -> tuple[float, _Candidates]:
         indices, values = self._room(x, _capacity(k, x.numel()))
-        bits = _bits(x)
-        count, _ = loops.compact_largest(
-            bits, bits, 0, bits.size, np.uint64(low), k, indices, values, 0, self._counters
-        )
-        return _Candidates(low, indices, values, count, k, x, _version(x))
+        bits, key, total = _bits(x), np.uint64(low), 0.0
+        if grad is None:
+            count, _ = loops.compact_largest(bits, bits, 0, bits.size, key, k, indices, values, 0, self._counters)
+        else:
+            total, count = loops.accumulate_compact_largest(
+                _numpy(x), _numpy(grad), bits, 0, bits.size, key, k, indices, values, self._counters
+            )
+        return float(total), _Candidates(low, indices, values, count, k, x, _version(x))
 
     def _keep(self, candidates: _Candidates, k: int) -> tuple[SparseVector, float]:
         k = min(k, candidates.count)
@@ -223,6 +254,16 @@ class _Candidates:
 
 def _capacity(k: int, numel: int) -> int:
     return min(max(int(SLACK * k), SMALL), numel) + WORD
+
+
+def _close_up(indices: np.ndarray, values: np.ndarray, room: int, counts: Sequence[int]) -> int:
+    """Move what each thread found in its part of the buffers to the front; how many there are."""
+    total = 0
+    for part, count in enumerate(counts):
+        for buffer in (indices, values):
+            buffer[total : total + count] = buffer[part * room : part * room + count]
+        total += count
+    return total
 
 
 def _numpy(x: Tensor) -> np.ndarray:

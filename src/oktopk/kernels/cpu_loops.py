@@ -175,6 +175,22 @@ def accumulate_compact_largest(
 
 
 @jit
+def accumulate_compact(
+    residual: Any, grad: Any, bits: Any, start: int, stop: int, key: Any, indices: Any, values: Any
+) -> Any:
+    """As accumulate_compact_largest, but when room runs out it only accumulates. Also whether room sufficed."""
+    total, count, complete = 0.0, 0, True
+    while start < stop:
+        end = min(start + TILE, stop)
+        total += accumulate(residual[start:end], grad[start:end])
+        if complete:
+            count, at = compact(bits, grad, start, end, key, indices, values, count)
+            complete = at == end
+        start = end
+    return total, count, complete
+
+
+@jit
 def keep_largest(indices: Any, values: Any, count: int, k: int, counters: Any, to_indices: Any, to_values: Any) -> Any:
     """Copy the k largest of the first `count` entries to the front of to_indices and to_values, ties in given order.
 
