@@ -48,6 +48,12 @@ class LineObserver(QuietObserver):
         self.done = 0
         self._said_at = perf_counter()
         self.saved_bytes = 0
+        self._is_preparing = False
+
+    def preparing(self, done: int, total: int) -> None:
+        if not self._is_preparing or perf_counter() - self._said_at > _LINE_SECONDS:
+            self._is_preparing = True
+            self.say(f"preparing data, once: {done} of {total}")
 
     def started(self, start: Start) -> None:
         self.start, self.done = start, start.step

@@ -70,6 +70,9 @@ class Summary:
 class Observer:
     """Watches in silence; override what you want to hear of. Called on rank 0 only."""
 
+    def preparing(self, done: int, total: int) -> None:
+        """Data are being made or read for the first time."""
+
     def started(self, start: Start) -> None:
         """The run begins."""
 

@@ -51,8 +51,9 @@ def train(config: TrainConfig, world: World, observer: Observer | None = None) -
     """
     torch.use_deterministic_algorithms(config.deterministic)
     _seed(config.seed)
-    workload = world.local_first(lambda: make_workload(config))
-    trainer = Trainer(config, workload, world, observer if observer and world.is_first else Observer())
+    watcher = observer if observer and world.is_first else Observer()
+    workload = world.local_first(lambda: make_workload(config, watcher.preparing))
+    trainer = Trainer(config, workload, world, watcher)
     try:
         with Interrupts() as interrupts:
             return trainer.run(interrupts)

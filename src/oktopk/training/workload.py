@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Callable
+from inspect import signature
 from typing import Any, cast
 
 from oktopk.errors import ConfigError
@@ -12,6 +14,7 @@ from oktopk.training.config import TrainConfig
 from oktopk.workloads import workload_classes
 from oktopk.workloads.base import Workload
 
+Progress = Callable[[int, int], None]  # items done, items in all
 _COMMON = ("preset", "data", "batch_size")  # fields of every workload's configuration that `TrainConfig` has too
 
 
@@ -32,12 +35,13 @@ def find_classes(name: str) -> tuple[type[Any], type[Any]]:
         ) from None
 
 
-def make_workload(config: TrainConfig) -> Workload:
-    """The workload a configuration names, with its options."""
+def make_workload(config: TrainConfig, progress: Progress | None = None) -> Workload:
+    """The workload a configuration names, with its options; `progress` hears how far it is with preparing data."""
     config_class, workload_class = find_classes(config.workload)
     said = {name: getattr(config, name) for name in _COMMON if getattr(config, name) is not None}
     try:
         options = config_class(**said, **config.workload_options)
     except TypeError as error:
         raise ConfigError(f"workload {config.workload!r} does not take these options: {error}.") from None
-    return cast(Workload, workload_class(options, config.seed))
+    heard = {"progress": progress} if "progress" in signature(workload_class).parameters else {}
+    return cast(Workload, workload_class(options, config.seed, **heard))

@@ -6,6 +6,8 @@ its rank and world size, and hands back sums that the trainer adds up over ranks
 The trainer makes it as `Class(config, seed)`. `config` is a frozen dataclass with at least the fields `preset`, `data`
 and `batch_size` (None: the recipe's), each field with an annotation, a default and a comment: they become flags of
 `oktopk train` by themselves.
+A class whose constructor also has a parameter `progress` is given a callback `(done, total)` for the time it prepares
+data.
 """
 
 from __future__ import annotations
