@@ -162,7 +162,7 @@ def duties() -> dict[str, Any]:
 def scaled() -> dict[str, Any]:
     """With a GradScaler: one overflow, then on."""
     model = Net()
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
     optimizer = oktopk.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.05), model, scaler=scaler, bucket_mb=0.002, **SPARSE
     )

@@ -60,10 +60,12 @@ def test_verbs_over_gloo(world_size: int) -> None:
 def _subgroup() -> list[int]:
     if dist.get_rank() == 0:
         dist.new_group([1, 2], use_local_synchronization=True)
+        dist.barrier()  # it holds the store, and groups are made through that
         return []
     group = dist.new_group([1, 2], use_local_synchronization=True)
     transport = TorchTransport(group)
     exercise(transport)
+    dist.barrier()
     return [transport.rank, transport.world_size]
 
 
