@@ -74,6 +74,11 @@ class Decision:
     reason: str
 
 
+def trials(config: AutoConfig) -> int:
+    """How many steps the trials of one bucket take at most."""
+    return (config.trial_steps + 1) * (len(config.wires) + 1)
+
+
 class Tuner:
     """Decides for every bucket. All ranks call it in the same order, so all are at the same point of every trial."""
 

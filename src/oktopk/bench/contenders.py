@@ -15,6 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from oktopk.algorithms import ALGORITHMS
+from oktopk.autotune import AUTO, AutoConfig, trials
 from oktopk.config import WIRES
 from oktopk.errors import ConfigError, nearest
 from oktopk.front_ends.ddp import Fuse, register
@@ -24,7 +25,7 @@ OURS = (
     *(f"{algorithm} float32" for algorithm in ALGORITHMS),
     *(f"oktopk {wire}" for wire in WIRES[1:]),
     "oktopk bfloat16 fused",
-    "auto",
+    AUTO,
 )
 EVERYONE = (*BASELINES, *OURS)
 DEFAULT_CAP_MB = 25  # DDP's own
@@ -57,7 +58,7 @@ def attach(name: str, model: nn.Module, density: float, cap_mb: int = DEFAULT_CA
 
 def require_known(names: Iterable[str]) -> None:
     """Refuse names that `attach` would not understand, before any process is started."""
-    ours = {f"{name} {wire}{fuse}" for name in (*ALGORITHMS, "auto") for wire in WIRES for fuse in ("", " fused")}
+    ours = {f"{name} {wire}{fuse}" for name in (*ALGORITHMS, AUTO) for wire in WIRES for fuse in ("", " fused")}
     for name in names:
         if name not in ours and name not in EVERYONE:
             raise ConfigError(f"unknown contender {name!r}. {nearest(name, ours | set(EVERYONE))}")
@@ -96,8 +97,10 @@ def _powersgd(model: nn.Module, rank: int) -> Attached:
 def _ours(model: nn.Module, algorithm: str, wire: str, density: float, cap_mb: int, fuse: Fuse) -> Attached:
     ddp = _ddp(model, cap_mb)
     reducer = register(ddp, algorithm, density, wire=wire, fuse=fuse)
+    # DDP changes its buckets after the first step; what is chosen by trying must have been chosen.
+    warmup = 2 + (trials(AutoConfig()) if algorithm == AUTO else 0)
     return Attached(
-        ddp, 2, lambda: int(reducer.last_step.bytes_sent), lambda: dict(reducer.last_step.seconds), reducer.close
+        ddp, warmup, lambda: int(reducer.last_step.bytes_sent), lambda: dict(reducer.last_step.seconds), reducer.close
     )
 
 
