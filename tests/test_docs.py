@@ -176,9 +176,9 @@ def environment() -> dict[str, str]:
 
 
 def _shell_lines(block: Block) -> list[str]:
-    lines = block.text.splitlines()
+    lines = block.text.replace("\\\n", " ").splitlines()
     if block.language == "bash":
-        return lines
+        return block.text.splitlines()
     return [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
 
 
@@ -238,3 +238,41 @@ def _help(command: tuple[str, ...]) -> str:
         done = subprocess.run([*oktopk, *command, "--help"], capture_output=True, text=True, env=wide)
         _HELP[command] = done.stdout + done.stderr if done.returncode == 0 else ""
     return _HELP[command]
+
+
+SAMPLE = """
+```bash
+echo quick
+```
+
+<!-- slow -->
+<!-- exit 3 -->
+```bash title="two"
+exit 3
+```
+
+<!-- not run: a cluster -->
+
+    ```console
+    $ oktopk train --workers 8 \\
+        --density 0.02
+    some output
+    ```
+
+```text
+$ never
+```
+"""
+
+
+def test_markers_say_what_becomes_of_a_block(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(SAMPLE)
+    quick, slow, listed = blocks_of(page)
+    assert (quick.text, quick.slow, quick.exit_code, quick.not_run) == ("echo quick\n", False, 0, None)
+    assert (slow.slow, slow.exit_code) == (True, 3)
+    assert (listed.language, listed.not_run) == ("console", "a cluster")
+    assert _commands(listed) == [["oktopk", "train", "--workers", "8", "--density", "0.02"]]
+    page.write_text("<!-- not run -->\n```bash\nx\n```\n")
+    with pytest.raises(AssertionError, match="needs a reason"):
+        blocks_of(page)
