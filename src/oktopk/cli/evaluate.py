@@ -27,7 +27,7 @@ class Evaluate:
     """
 
     run: tyro.conf.Positional[Path]  # run directory, or one checkpoint
-    checkpoint: Literal["best", "last"] = "best"  # which one of the run
+    checkpoint: Literal["best", "last"] | None = None  # which one; None: the best, or the last if none was validated
     data: str | None = None  # another corpus; None: that of the run
     workers: int = 1  # processes to share the work
 
@@ -35,7 +35,7 @@ class Evaluate:
         if find_place() is None and self.workers > 1:
             return launch_workers(self.workers, ["oktopk.cli", "evaluate", *self._arguments()])
         settle_in(find_place())
-        path = find_checkpoint(self.run, self.checkpoint)
+        path = self._checkpoint()
         with joined_world() as world:
             config = resumed_config(self.run)
             numbers = evaluate(replace(config, resume=None, data=self.data or config.data), path, world)
@@ -44,6 +44,12 @@ class Evaluate:
             console().print(table("validation", [numbers]) if numbers else "There is nothing to validate on.")
         return 0
 
+    def _checkpoint(self) -> Path:
+        if self.checkpoint is not None:
+            return find_checkpoint(self.run, self.checkpoint)
+        has_best = (self.run / "checkpoints" / "best.json").is_file()
+        return find_checkpoint(self.run, "best" if has_best else "last")
+
     def _arguments(self) -> list[str]:
-        data = ["--data", self.data] if self.data else []
-        return [str(self.run), "--checkpoint", self.checkpoint, *data]
+        chosen = ["--checkpoint", self.checkpoint] if self.checkpoint else []
+        return [str(self.run), *chosen, *(["--data", self.data] if self.data else [])]
