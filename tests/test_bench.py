@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -157,12 +162,39 @@ def test_the_step_command_prints_a_table_and_leaves_nothing_behind(
     assert namespaces() == before
 
 
+@needs_root
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_command_leaves_neither_ranks_nor_networks(number: signal.Signals) -> None:
+    flags = ["--hosts", "2", "--numel", "20000", "--seconds", "60"]
+    command = subprocess.Popen(
+        [sys.executable, "-m", "oktopk.cli", "bench", "step", *flags], stdout=subprocess.DEVNULL, text=True
+    )
+    mine = f"oktopk-{command.pid}-"
+    deadline = time.monotonic() + 60
+    while not (host := next((name for name in namespaces() if name.startswith(mine) and name.endswith("h1")), None)):
+        assert time.monotonic() < deadline and command.poll() is None
+        time.sleep(0.05)
+    while not (ranks := _pids(host)):
+        assert time.monotonic() < deadline and command.poll() is None
+        time.sleep(0.05)
+    command.send_signal(number)
+    assert command.wait(60) not in (0, 1)
+    assert not any(name.startswith(mine) for name in namespaces())
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+
+
 @pytest.mark.parametrize(
     "flags", [["--network", "9999gbit"], ["--hosts", "300"], ["--contenders", "floor", "nonsense"], ["--repeats", "0"]]
 )
 def test_bad_flags_of_the_step_command_end_with_a_message(flags: list[str], capsys: pytest.CaptureFixture) -> None:
     assert main(["bench", "step", *flags]) == 2
     assert "error" in capsys.readouterr().err
+
+
+def _pids(namespace: str) -> list[str]:
+    environment = os.environ | {"PATH": os.environ.get("PATH", "") + ":/usr/sbin:/sbin"}
+    found = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True, env=environment)
+    return found.stdout.split()
 
 
 def _step(contender: str, seconds: float) -> StepResult:

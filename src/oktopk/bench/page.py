@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from oktopk.bench import figures
+from oktopk.bench import plots
 from oktopk.bench.allreduce import AllreduceResult
 from oktopk.bench.overlap import OverlapResult
 from oktopk.bench.planner import LINKS, predict_all, recommend, speedup
@@ -75,7 +75,7 @@ def _target_row(target: Target) -> dict[str, Any]:
 
 def _step_section(docs: Path, name: str, header: Header, results: Sequence[StepResult]) -> list[str]:
     network = name.partition("-")[2]
-    figures.save(figures.step_times(results, f"one training step at {network}"), docs / "img", f"bench-{name}")
+    plots.save(plots.step_times(results, f"one training step at {network}"), docs / "img", f"bench-{name}")
     lines = [f"## Training steps at {network}", "", f"`{header.command}`", ""]
     lines += [*(f"- {note}" for note in header.notes), ""]
     lines += [f"![step times at {network}](img/bench-{name}.png)", ""]
@@ -101,10 +101,10 @@ def _collective_section(docs: Path) -> list[str]:
         return []
     header = read_run(docs / "bench" / "allreduce.jsonl")[0]
     largest = [r for r in results if r.numel == max(r.numel for r in results)]
-    figure = figures.volume_against_bounds(
+    figure = plots.volume_against_bounds(
         largest, f"volume, {largest[0].world_size} ranks, {largest[0].numel:,} entries"
     )
-    figures.save(figure, docs / "img", "bench-allreduce")
+    plots.save(figure, docs / "img", "bench-allreduce")
     rows = [
         {
             "algorithm": r.algorithm, "wire": r.wire, "entries": f"{r.numel:,}", "density": f"{r.density:g}",
@@ -125,7 +125,7 @@ def _scaling_section(docs: Path) -> list[str]:
         return []
     header = read_run(docs / "bench" / "scaling.jsonl")[0]
     title = f"{results[0].numel:,} entries, density {results[0].density:g}"
-    figures.save(figures.volume_by_world(results, title), docs / "img", "bench-scaling")
+    plots.save(plots.volume_by_world(results, title), docs / "img", "bench-scaling")
     sizes = sorted({r.world_size for r in results})
     rows = []
     for algorithm in dict.fromkeys(r.algorithm for r in results):
@@ -155,8 +155,8 @@ def _plan_section(docs: Path, steps: Mapping[str, StepRun]) -> list[str]:
     compared = {name.partition("-")[2]: compare(*run) for name, run in steps.items()}
     if not compared:
         return []
-    figure = figures.predicted_against_measured(compared, "planner against measurement")
-    figures.save(figure, docs / "img", "bench-plan")
+    figure = plots.predicted_against_measured(compared, "planner against measurement")
+    plots.save(figure, docs / "img", "bench-plan")
     rows = [
         {"network": network, "contender": c.contender, "predicted [ms]": f"{c.predicted * 1e3:.0f}",
          "measured [ms]": f"{c.measured * 1e3:.0f}", "error": f"{c.error:+.0%}"}
@@ -185,7 +185,7 @@ def _scale_section(docs: Path, run: StepRun) -> list[str]:
         curves[link] = list(zip(map(float, CLUSTERS), gains, strict=True))
         rows.append({"link": link} | {f"P={p}": f"{gain:.1f}x" for p, gain in zip(CLUSTERS, gains, strict=True)})
         rows[-1]["recommendation at P=16"] = recommend(there[CLUSTERS.index(16)], machine)
-    figures.save(figures.speedup_lines(curves, "ranks", "predicted speed-up"), docs / "img", "bench-scale")
+    plots.save(plots.speedup_lines(curves, "ranks", "predicted speed-up"), docs / "img", "bench-scale")
     lines = ["### On paper: to 10,000 ranks and over the internet", ""]
     lines += ["Predicted speed-up of the best sparse choice over dense, for the same model with a core of its own per"]
     lines += ["rank and 100 ms of computation per step. Nobody measured these: `oktopk plan` computed them.", ""]

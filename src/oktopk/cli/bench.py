@@ -55,8 +55,8 @@ class Step:
 
     def __call__(self) -> int:
         from oktopk.bench.contenders import EVERYONE
-        from oktopk.bench.figures import save, step_times
         from oktopk.bench.machine import measure_machine
+        from oktopk.bench.plots import save, step_times
         from oktopk.bench.runs import header, write_run
         from oktopk.bench.step import StepBench, bench_step
 
@@ -104,7 +104,7 @@ class Allreduce:
 
     def __call__(self) -> int:
         from oktopk.bench.allreduce import Sweep, bench_allreduce
-        from oktopk.bench.figures import save, volume_against_bounds
+        from oktopk.bench.plots import save, volume_against_bounds
         from oktopk.bench.runs import header, write_run
 
         sweep = Sweep(self.numels, self.densities, self.world_sizes, self.algorithms, self.wires, self.repeats)
@@ -140,7 +140,7 @@ class Scaling:
 
     def __call__(self) -> int:
         from oktopk.bench.allreduce import Sweep, bench_allreduce
-        from oktopk.bench.figures import save, volume_by_world
+        from oktopk.bench.plots import save, volume_by_world
         from oktopk.bench.runs import header, write_run
 
         sweep = Sweep((self.numel,), (self.density,), self.ranks, wires=(self.wire,), repeats=3)

@@ -153,9 +153,9 @@ def _print_scales(scenario: Scenario, machine: Machine) -> None:
 
 
 def _plot(scenario: Scenario, machine: Machine, folder: Path) -> None:
-    from oktopk.bench.figures import save, speedup_lines
     from oktopk.bench.network import Network
     from oktopk.bench.planner import LINKS
+    from oktopk.bench.plots import save, speedup_lines
 
     rates = [10 ** (7 + step / 8) for step in range(33)]
     networks = [Network(rate, scenario.network.latency) for rate in rates]
