@@ -32,8 +32,7 @@ def launch_workers(workers: int, module_arguments: Sequence[str]) -> int:
     A signal that asks to stop goes on to the workers, which write a checkpoint: 0 after SIGTERM and SIGUSR1
     (pre-emption), 130 after Ctrl-C. A worker's own exit code is handed on.
     """
-    # The workers say what went wrong in their own words; the agent would say it again in more.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    _silence_agent()
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_worker(workers)))
     os.environ[_PARENT_VARIABLE] = str(os.getpid())
     try:
@@ -90,6 +89,13 @@ def _launch_config(workers: int, logs: str) -> LaunchConfig:
 
 def _python_flags() -> list[str]:
     return ["-u"]
+
+
+def _silence_agent() -> None:
+    """The workers say what went wrong in their own words; the agent would say it again in more."""
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch.distributed.elastic") and isinstance(logger, logging.Logger):
+            logger.setLevel(logging.CRITICAL)
 
 
 def _exit_code(failed: ChildFailedError) -> int:
