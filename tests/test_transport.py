@@ -58,15 +58,14 @@ def test_verbs_over_gloo(world_size: int) -> None:
 
 
 def _subgroup() -> list[int]:
-    if dist.get_rank() == 0:
-        dist.new_group([1, 2], use_local_synchronization=True)
-        dist.barrier()  # it holds the store, and groups are made through that
-        return []
-    group = dist.new_group([1, 2], use_local_synchronization=True)
-    transport = TorchTransport(group)
-    exercise(transport)
-    dist.barrier()
-    return [transport.rank, transport.world_size]
+    seen = []
+    if dist.get_rank() > 0:
+        transport = TorchTransport(dist.new_group([1, 2], use_local_synchronization=True))
+        exercise(transport)
+        seen = [transport.rank, transport.world_size]
+        transport.close()
+    dist.barrier()  # the store lives on rank 0
+    return seen
 
 
 def test_a_group_of_some_ranks_works_without_the_others() -> None:
