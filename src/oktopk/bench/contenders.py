@@ -1,7 +1,8 @@
 """Who takes part in the step benchmark: every way to synchronise a DDP model that a user might pick instead of ours.
 
 A contender is named as in tables: "floor", "ddp dense", "ddp fp16", "powersgd 1", or one of ours, with its wire format:
-"oktopk bfloat16". A third word "fused" reduces all buckets as one vector at the end of backward.
+"oktopk bfloat16". A third word says how buckets are made: "single" is one bucket for all of the gradient, "fused" joins
+DDP's buckets to one vector at the end of backward.
 """
 
 from collections.abc import Callable, Iterable
@@ -24,7 +25,8 @@ BASELINES = ("floor", "ddp dense", "ddp fp16", "powersgd 1", "powersgd 4")
 OURS = (
     *(f"{algorithm} float32" for algorithm in ALGORITHMS),
     *(f"oktopk {wire}" for wire in WIRES[1:]),
-    "oktopk bfloat16 fused",
+    "oktopk bfloat16 single",
+    "oktopk int8 single",
     AUTO,
 )
 EVERYONE = (*BASELINES, *OURS)
@@ -37,6 +39,7 @@ class Attached:
     """A model that is synchronised in one way."""
 
     model: nn.Module
+    bucket_mb: int
     warmup: int  # steps until it does what it does for the rest of its life
     sent: Callable[[], int]  # bytes this rank sent in the last step by its own account; -1 if it keeps none
     phases: Callable[[], dict[str, float]] = field(default=dict)
@@ -45,20 +48,20 @@ class Attached:
 
 def attach(name: str, model: nn.Module, density: float, cap_mb: int = DEFAULT_CAP_MB) -> Attached:
     """Wrap the model so that it is synchronised as `name` says."""
-    kind, *details = name.split()
+    kind, *details = name.split() if name != AUTO else (AUTO, "float32")
     if kind == "floor":
         return _floor(model, cap_mb)
     if kind == "ddp":
         return _builtin(model, details[0], cap_mb)
     if kind == "powersgd":
         return _powersgd(model, int(details[0]))
-    wire, fused = details[0] if details else "float32", "fused" in details
-    return _ours(model, kind, wire, density, cap_mb, "step" if fused else "bucket")
+    cap_mb = SINGLE_BUCKET_MB if "single" in details else cap_mb
+    return _ours(model, kind, details[0], density, cap_mb, "step" if "fused" in details else "bucket")
 
 
 def require_known(names: Iterable[str]) -> None:
     """Refuse names that `attach` would not understand, before any process is started."""
-    ours = {f"{name} {wire}{fuse}" for name in (*ALGORITHMS, AUTO) for wire in WIRES for fuse in ("", " fused")}
+    ours = {f"{name} {wire}{how}" for name in ALGORITHMS for wire in WIRES for how in ("", " single", " fused")}
     for name in names:
         if name not in ours and name not in EVERYONE:
             raise ConfigError(f"unknown contender {name!r}. {nearest(name, ours | set(EVERYONE))}")
@@ -73,7 +76,7 @@ def _no_synchronisation(state: object, bucket: GradBucket) -> torch.futures.Futu
 def _floor(model: nn.Module, cap_mb: int) -> Attached:
     ddp = _ddp(model, cap_mb)
     ddp.register_comm_hook(None, _no_synchronisation)
-    return Attached(ddp, 2, lambda: 0)
+    return Attached(ddp, cap_mb, 2, lambda: 0)
 
 
 def _builtin(model: nn.Module, values: str, cap_mb: int) -> Attached:
@@ -83,7 +86,7 @@ def _builtin(model: nn.Module, values: str, cap_mb: int) -> Attached:
         ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
     ranks = dist.get_world_size()
     numel = sum(parameter.numel() for parameter in model.parameters())
-    return Attached(ddp, 1, lambda: 2 * width * numel * (ranks - 1) // ranks)
+    return Attached(ddp, cap_mb, 1, lambda: 2 * width * numel * (ranks - 1) // ranks)
 
 
 def _powersgd(model: nn.Module, rank: int) -> Attached:
@@ -91,7 +94,7 @@ def _powersgd(model: nn.Module, rank: int) -> Attached:
     ddp = _ddp(model, SINGLE_BUCKET_MB)
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
     ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    return Attached(ddp, 3, lambda: -1)
+    return Attached(ddp, SINGLE_BUCKET_MB, 3, lambda: -1)
 
 
 def _ours(model: nn.Module, algorithm: str, wire: str, density: float, cap_mb: int, fuse: Fuse) -> Attached:
@@ -100,7 +103,12 @@ def _ours(model: nn.Module, algorithm: str, wire: str, density: float, cap_mb: i
     # DDP changes its buckets after the first step; what is chosen by trying must have been chosen.
     warmup = 2 + (trials(AutoConfig()) if algorithm == AUTO else 0)
     return Attached(
-        ddp, warmup, lambda: int(reducer.last_step.bytes_sent), lambda: dict(reducer.last_step.seconds), reducer.close
+        ddp,
+        cap_mb,
+        warmup,
+        lambda: int(reducer.last_step.bytes_sent),
+        lambda: dict(reducer.last_step.seconds),
+        reducer.close,
     )
 
 

@@ -110,9 +110,10 @@ def measure(
             attached = attach(name, module, density, cap_mb)
             record = _measure_one(world, attached, loss, seconds, counted, per_host)
             attached.close()
+            buckets = attached.bucket_mb
             count = sum(parameter.numel() for parameter in module.parameters())
             if world.rank == 0:
-                world.emit(contender=name, numel=count, density=density, bucket_bytes=cap_mb << 20, **record)
+                world.emit(contender=name, numel=count, density=density, bucket_bytes=buckets << 20, **record)
             del attached, module, loss
 
 

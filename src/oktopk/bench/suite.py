@@ -18,7 +18,16 @@ from oktopk.bench.runs import header, write_run
 from oktopk.bench.step import StepBench, bench_step
 from oktopk.errors import ConfigError, nearest
 
-FAST_NETWORKS = ("floor", "ddp dense", "powersgd 1", "dense float32", "oktopk float32", "oktopk bfloat16", "auto")
+FAST_NETWORKS = (
+    "floor",
+    "ddp dense",
+    "powersgd 1",
+    "dense float32",
+    "oktopk float32",
+    "oktopk bfloat16",
+    "oktopk int8",
+    "auto",
+)
 QUICK_NUMEL = 300_000
 
 Say = Callable[[str], None]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from oktopk.bench.allreduce import AllreduceResult
 from oktopk.bench.step import StepResult
 
-OURS = ("oktopk float32", "oktopk bfloat16", "oktopk bfloat16 fused", "oktopk float16", "oktopk int8")
+FIXED = ("dense float32", "oktopk float32", "oktopk bfloat16", "oktopk int8")  # what auto chooses from
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def _of_steps(network: str, by: Mapping[str, StepResult]) -> Iterator[Target]:
             False,
         )
     if "auto" in by and dense is not None and network != "1gbit":
-        fixed = min(r.step_seconds for name, r in by.items() if name == "dense float32" or name in OURS)
+        fixed = min(r.step_seconds for name, r in by.items() if name in FIXED)
         yield Target(f"better fixed choice / auto, {network}", 0.95, None, fixed / by["auto"].step_seconds)
 
 
@@ -70,7 +70,7 @@ def _of_scaling(results: Sequence[AllreduceResult]) -> Iterator[Target]:
 
 
 def _best_of_ours(by: Mapping[str, StepResult]) -> StepResult | None:
-    ours = [result for name, result in by.items() if name in OURS]
+    ours = [result for name, result in by.items() if name.startswith("oktopk ")]
     return min(ours, key=lambda result: result.step_seconds, default=None)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from oktopk.bench.machine import Machine
@@ -39,9 +39,10 @@ def compare(header: Header, results: Sequence[StepResult]) -> list[Comparison]:
     compared = []
     for result in results:
         name = "dense float32" if result.contender == "ddp dense" else result.contender
-        algorithm, _, wire = name.partition(" ")
+        algorithm, wire, *_ = [*name.split(), ""]
         if wire in WIRES and algorithm in machine.per_entry:
-            predicted = predict_step(scenario, machine, algorithm, wire).step_seconds
+            there = replace(scenario, bucket_bytes=result.bucket_bytes)
+            predicted = predict_step(there, machine, algorithm, wire).step_seconds
             compared.append(Comparison(result.contender, predicted, result.step_seconds))
     return compared
 
