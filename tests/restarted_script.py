@@ -19,7 +19,7 @@ STEPS, EVERY = 20, 5
 
 def main(folder: Path, kill_at: int) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    oktopk.init_process_group("gloo")
     rank = dist.get_rank()
     model = Net()
     ddp = DDP(model, **SMALL_BUCKETS)

@@ -94,8 +94,8 @@ def test_torchrun_restarts_from_the_checkpoint_after_a_kill(tmp_path: Path) -> N
     """The same final weights as a run that nobody disturbed."""
     for name, kill_at in (("undisturbed", "-1"), ("killed", "13")):
         command = [
-            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1",
-            "--master-port", str(free_port()),
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+            "--max-restarts", "1",
             str(TESTS / "restarted_script.py"), str(tmp_path / name), kill_at,
         ]  # fmt: skip
         done = subprocess.run(

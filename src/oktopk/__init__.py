@@ -13,6 +13,7 @@ from oktopk.errors import OkTopkError
 from oktopk.front_ends.ddp import HookState, hook, register
 from oktopk.front_ends.fsdp import register_fsdp
 from oktopk.front_ends.optimizer import DistributedOptimizer
+from oktopk.front_ends.world import init_process_group
 from oktopk.metrics import StepRecord
 from oktopk.reducer import Reducer, sparse_allreduce
 from oktopk.schedule import exponential_warmup
@@ -35,6 +36,7 @@ __all__ = [
     "StepRecord",
     "exponential_warmup",
     "hook",
+    "init_process_group",
     "load",
     "register",
     "register_fsdp",
