@@ -185,8 +185,10 @@ class _Bench:
 
     def memory_and_count(self) -> list[Figure]:
         self.residual.copy_(self.start)
-        chosen, k = self.select()(), self.k(DENSITY)
-        extra = getattr(self.kernels, "scratch_bytes", 0) + chosen.indices.nbytes + chosen.values.nbytes
+        # Buffers grow to the largest k they ever served, so a fresh instance tells what this one needs.
+        fresh = choose(torch.device("cpu")).kernels
+        chosen, k = self.select(kernels=fresh)(), self.k(DENSITY)
+        extra = getattr(fresh, "scratch_bytes", 0) + chosen.indices.nbytes + chosen.values.nbytes
         return [
             Figure("extra_memory", f"scratch and choice at {DENSITY} / gradient", extra / self.grad.nbytes, 0.10),
             Figure("selected_error", "|selected - k| / k", abs(chosen.nnz - k) / k, 0.02),

@@ -78,7 +78,7 @@ class CpuKernels(ReferenceKernels):
         size = min(SMALL, x.numel()) + WORD
         while True:
             indices, values = self._room(x, size, keep=count)
-            count, at = loops.compact(bits, bits, at, bits.size, key, indices, values, count)
+            count, at = loops.compact(bits, at, bits.size, key, indices, values, count)
             if at == bits.size:
                 return _vector(x, indices[:count].copy(), values[:count].copy())
             size *= 2
@@ -169,16 +169,17 @@ class CpuKernels(ReferenceKernels):
             return self._scan_alone(x, grad, k, low)
         room = _capacity(2 * k // len(stretches), x.numel())
         indices, values = self._room(x, room * len(stretches))
-        bits, addend, key = _bits(x), None if grad is None else _numpy(grad), np.uint64(low)
+        bits, key = _bits(x), np.uint64(low)
+        sums, addend = (None, None) if grad is None else (_numpy(x), _numpy(grad))
         places = {start: slice(i * room, (i + 1) * room) for i, (start, _) in enumerate(stretches)}
 
         def scan(start: int, stop: int) -> tuple[float, int, bool]:
             own = indices[places[start]], values[places[start]]
-            if addend is None:
-                count, at = loops.compact(bits, bits, start, stop, key, *own, 0)
+            if sums is None or addend is None:
+                count, at = loops.compact(bits, start, stop, key, *own, 0)
                 return 0.0, count, at == stop
-            total, count, complete = loops.accumulate_compact(_numpy(x), addend, bits, start, stop, key, *own)
-            return total, count, complete
+            total, count, at = loops.accumulate_compact(sums, addend, bits, start, stop, key, *own, 0)
+            return total + loops.accumulate(sums[at:stop], addend[at:stop]), count, at == stop
 
         totals, counts, complete = zip(*self._team.each(stretches, scan), strict=True)
         count = _close_up(indices, values, room, counts)
@@ -190,10 +191,10 @@ class CpuKernels(ReferenceKernels):
         indices, values = self._room(x, _capacity(k, x.numel()))
         bits, key, total = _bits(x), np.uint64(low), 0.0
         if grad is None:
-            count, _ = loops.compact_largest(bits, bits, 0, bits.size, key, k, indices, values, 0, self._counters)
+            count = loops.compact_largest(bits, key, k, indices, values, self._counters)
         else:
             total, count = loops.accumulate_compact_largest(
-                _numpy(x), _numpy(grad), bits, 0, bits.size, key, k, indices, values, self._counters
+                _numpy(x), _numpy(grad), bits, key, k, indices, values, self._counters
             )
         return float(total), _Candidates(low, indices, values, count, k, x, _version(x))
 

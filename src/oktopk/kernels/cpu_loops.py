@@ -21,7 +21,7 @@ TILE = 2048  # entries worked on while they are in the first-level cache
 STREAMS = 8  # places a plain scan reads at the same time
 WINDOW = 1 << 14  # entries of the index space that sum_windows covers at once
 UNASKED = 4  # indices of a word written without looking how many it has
-FAR = 4096  # entries asked for in advance by a scan that also works
+FAR = 1024  # entries that a scan asks for in advance
 AHEAD = 24  # scattered accesses asked for in advance
 
 _ONE = np.uint64(1)
@@ -89,28 +89,60 @@ def accumulate(residual: Any, grad: Any) -> Any:
 
 
 @jit
-def compact(bits: Any, other: Any, start: int, stop: int, key: Any, indices: Any, values: Any, count: int) -> Any:
+def compact(bits: Any, start: int, stop: int, key: Any, indices: Any, values: Any, count: int) -> Any:
     """Append the entries of bits[start:stop] whose key reaches `key`.
 
-    Returns the new count and where it stopped: before `stop` when another word of entries might not fit. Asks for what
-    lies ahead in `bits` and in `other`, the array that the caller reads beside it.
+    Returns the new count and where it stopped: before `stop` when another word of entries might not fit.
     """
     room = indices.size - WORD
     at = start
     while at < stop and count <= room:
-        first, whole = count, min(at + TILE, stop - WORD + 1)
-        while at < whole and count <= room:
+        first, end = count, min(at + TILE, stop)
+        while at < end and count <= room:
+            length = min(WORD, end - at)
             for line in range(FAR, FAR + WORD, LINE):
                 prefetch(bits, at + line)
-                prefetch(other, at + line)
-            count = _append(mask_at_least(bits, at, key), at, indices, count)
-            at += WORD
-        if at < stop < at + WORD and count <= room:
-            count = _append(_tail_mask(bits, at, stop, key), at, indices, count)
-            at = stop
+            word = mask_at_least(bits, at, key) if length == WORD else _tail_mask(bits, at, end, key)
+            count = _append(word, at, indices, count)
+            at += length
         for i in range(first, count):
             values[i] = bits[indices[i]]
     return count, at
+
+
+@jit_reordered
+def accumulate_compact(
+    residual: Any, grad: Any, bits: Any, start: int, stop: int, key: Any, indices: Any, values: Any, count: int
+) -> Any:
+    """`accumulate` and `compact` of the result (`bits` is `residual`) in one pass, up to where room runs out.
+
+    Returns the sum of squares, the new count and where it stopped. Word by word: while one is compared the next is on
+    its way from memory, which makes this about as fast as the addition alone.
+    """
+    room = indices.size - WORD
+    at, total = start, 0.0
+    while at < stop and count <= room:
+        first, end = count, min(at + TILE, stop)
+        while at < end and count <= room:
+            length = min(WORD, end - at)
+            for line in range(FAR, FAR + WORD, LINE):
+                prefetch(residual, at + line)
+                prefetch(grad, at + line)
+            if length == WORD:
+                sums, addends = residual[at : at + WORD], grad[at : at + WORD]
+                for i in range(WORD):  # as in `accumulate`, but of a length that the compiler knows
+                    value = sums[i] + addends[i]
+                    sums[i] = value
+                    total += np.float64(value) * np.float64(value)
+                word = mask_at_least(bits, at, key)
+            else:
+                total += accumulate(residual[at:end], grad[at:end])
+                word = _tail_mask(bits, at, end, key)
+            count = _append(word, at, indices, count)
+            at += length
+        for i in range(first, count):
+            values[i] = bits[indices[i]]
+    return total, count, at
 
 
 @jit
@@ -135,59 +167,31 @@ def _tail_mask(bits: Any, start: int, stop: int, key: Any) -> Any:
 
 
 @jit
-def compact_largest(
-    bits: Any, other: Any, start: int, stop: int, key: Any, k: int, indices: Any, values: Any, count: int, counters: Any
-) -> Any:
-    """As `compact`, but when room runs out only the k largest so far are kept.
+def compact_largest(bits: Any, key: Any, k: int, indices: Any, values: Any, counters: Any) -> Any:
+    """As `compact` of all, but when room runs out only the k largest so far are kept. Returns how many there are.
 
     What comes later must then exceed the smallest of those, since of equal entries the first win: nothing that belongs
-    to the k largest is lost. Returns the new count and the new key.
+    to the k largest is lost.
     """
-    while start < stop:
-        count, start = compact(bits, other, start, stop, key, indices, values, count)
-        if start < stop:
-            count, kth = keep_largest(indices, values, count, k, counters, indices, values)
-            key = kth + _ONE
-    return count, key
+    count, at = compact(bits, 0, bits.size, key, indices, values, 0)
+    while at < bits.size:
+        count, kth = keep_largest(indices, values, count, k, counters, indices, values)
+        count, at = compact(bits, at, bits.size, kth + _ONE, indices, values, count)
+    return count
 
 
 @jit
 def accumulate_compact_largest(
-    residual: Any,
-    grad: Any,
-    bits: Any,
-    start: int,
-    stop: int,
-    key: Any,
-    k: int,
-    indices: Any,
-    values: Any,
-    counters: Any,
+    residual: Any, grad: Any, bits: Any, key: Any, k: int, indices: Any, values: Any, counters: Any
 ) -> Any:
-    """`accumulate` and `compact_largest` of the result (`bits` is `residual`), tile by tile: one pass over memory."""
-    total, count = 0.0, 0
-    while start < stop:
-        end = min(start + TILE, stop)
-        total += accumulate(residual[start:end], grad[start:end])
-        count, key = compact_largest(bits, grad, start, end, key, k, indices, values, count, counters)
-        start = end
+    """As `accumulate_compact` of all, with the rule of `compact_largest`. Returns the sum of squares and the count."""
+    size = bits.size
+    total, count, at = accumulate_compact(residual, grad, bits, 0, size, key, indices, values, 0)
+    while at < size:
+        count, kth = keep_largest(indices, values, count, k, counters, indices, values)
+        more, count, at = accumulate_compact(residual, grad, bits, at, size, kth + _ONE, indices, values, count)
+        total += more
     return total, count
-
-
-@jit
-def accumulate_compact(
-    residual: Any, grad: Any, bits: Any, start: int, stop: int, key: Any, indices: Any, values: Any
-) -> Any:
-    """As accumulate_compact_largest, but when room runs out it only accumulates. Also whether room sufficed."""
-    total, count, complete = 0.0, 0, True
-    while start < stop:
-        end = min(start + TILE, stop)
-        total += accumulate(residual[start:end], grad[start:end])
-        if complete:
-            count, at = compact(bits, grad, start, end, key, indices, values, count)
-            complete = at == end
-        start = end
-    return total, count, complete
 
 
 @jit
