@@ -280,7 +280,30 @@ def refusals() -> dict[str, str]:
 
     said["mixed_precision"] = _message(mixed_precision)
     said["bucket"] = _message(lambda ddp: oktopk.HookState(ddp).take(("a", "tuple")))  # type: ignore[arg-type]
+
+    def plain_state(ddp: DDP) -> None:
+        ddp.register_comm_hook(oktopk.HookState(ddp.module), oktopk.hook)
+        ddp(torch.ones(1, WIDTH)).sum().backward()
+
+    said["plain state"] = _message(plain_state)
     return said
+
+
+def alone() -> tuple[bool, str]:
+    """In a world of one rank: whether gradients are those of the plain module, and the phase."""
+    plain, ddp = Net(), DDP(Net())
+    reducer = oktopk.register(ddp, **SPARSE)
+    for model in (plain, ddp):
+        model(torch.ones(2, WIDTH)).square().sum().backward()
+    pairs = zip(plain.parameters(), ddp.module.parameters(), strict=True)
+    same = all(torch.equal(one.grad, other.grad) for one, other in pairs)
+    phase = reducer.last_step.phase
+    reducer.close()
+    return same, phase
+
+
+def refused_and_alone() -> tuple[dict[str, str], tuple[bool, str]]:
+    return refusals(), alone()
 
 
 def _message(attempt: Callable[[DDP], object]) -> str:

@@ -32,6 +32,7 @@ def test_an_example_is_short(path: Path) -> None:
     assert len(path.read_text().splitlines()) < 80
 
 
+@pytest.mark.slow
 def test_the_ddp_example_resumes(tmp_path: Path) -> None:
     example = next(path for path in EXAMPLES if path.stem == "ddp")
     launch(example, 2, tmp_path, "run", "20")

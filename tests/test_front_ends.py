@@ -105,8 +105,10 @@ def test_residuals_follow_the_gradient_scale_and_survive_skipped_steps() -> None
         assert weight.isfinite().all() and torch.equal(weight, world[1]["weights"][name])
 
 
-def test_what_cannot_work_is_refused_with_a_reason() -> None:
-    said = run_processes(1, cases.refusals, timeout=200)[0]
+def test_what_cannot_work_is_refused_and_a_world_of_one_is_left_as_it_is() -> None:
+    said, alone = run_processes(1, cases.refused_and_alone, timeout=200)[0]
+    assert alone == (True, "dense")
+    assert said["plain state"].startswith("UnsupportedError: this HookState was made from a plain module")
     assert said["twice"].startswith("UnsupportedError: this DDP module already has a communication hook")
     assert "fuse must be 'bucket' or 'step', got 'all'" in said["fuse"]
     assert "unknown option 'densitty'. Did you mean 'density'?" in said["option"] or "densitty" in said["option"]

@@ -87,6 +87,10 @@ class HookState:
         """Start reducing a bucket in place. The future never fails: `backward` itself does, see `_end_step`."""
         if not isinstance(bucket, GradBucket):
             raise _python_reducer()
+        if self.ddp is None:
+            raise UnsupportedError(
+                "this HookState was made from a plain module: make it from the DDP module, HookState(ddp)."
+            )
         if not getattr(self.ddp, "_divide_by_initial_world_size", True):
             raise UnsupportedError("join(divide_by_initial_world_size=False) cannot work: the mean is over all ranks.")
         if bucket.index() == 0:
@@ -132,7 +136,7 @@ def _unwrap(module: nn.Module) -> DistributedDataParallel | None:
     module = getattr(module, "_orig_mod", module)
     if not isinstance(module, DistributedDataParallel):
         return None
-    if module._use_python_reducer:
+    if getattr(module, "_use_python_reducer", False):
         raise _python_reducer()
     if module.mixed_precision is not None:
         raise UnsupportedError(
