@@ -134,7 +134,14 @@ def test_a_killed_run_resumed_ends_with_the_weights_of_one_that_was_not(tmp_path
     assert steps == list(range(30))
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGUSR1, 0), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        (signal.SIGTERM, 0),
+        pytest.param(signal.SIGUSR1, 0, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
+    ],
+)
 def test_a_signal_to_the_launcher_writes_a_checkpoint_and_leaves_no_orphan(
     number: signal.Signals, code: int, tmp_path: Path
 ) -> None:

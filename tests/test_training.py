@@ -108,6 +108,12 @@ def test_early_stop_ends_after_validations_without_improvement(tmp_path: Path) -
     assert summary.epochs < 30
 
 
+@pytest.mark.parametrize("limit", [0, 3, 6])
+def test_the_limit_of_steps_is_kept(limit: int, tmp_path: Path) -> None:
+    summary = train_alone(toy_config(tmp_path, "run", epochs=3, max_steps=limit))
+    assert (summary.steps, summary.stopped_by) == (limit, "the limit of steps")
+
+
 def test_accumulated_micro_batches_count_as_one_step(tmp_path: Path) -> None:
     summary = train_alone(toy_config(tmp_path, "run", epochs=2, accumulate=4))
     assert summary.steps == 4  # 6 batches are 4 and 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -17,7 +18,8 @@ class Interrupts:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Interrupts:
-        self._before = {number: signal.signal(number, self._remember) for number in STOPPING}
+        if threading.current_thread() is threading.main_thread():  # Python lets no other thread handle signals
+            self._before = {number: signal.signal(number, self._remember) for number in STOPPING}
         return self
 
     def __exit__(

@@ -97,6 +97,7 @@ class Trainer:
         self.recorder.open(self.config, self.directory, self.at)
         self._ticked = perf_counter()
         self.observer.started(self._start_event())
+        self._heed_step_limit()
         while self.at.epoch < self.recipe.epochs and self.stopped_by is None:
             self._run_epoch(interrupts)
         summary = self.recorder.finish(self.at, self.workload.metric, self.stopped_by, self._notice())
@@ -118,11 +119,14 @@ class Trainer:
             if received:
                 self.stopped_by = signal.Signals(received).name
                 return self._save_inside_epoch()
-            if self.at.step == self.config.max_steps:
-                self.stopped_by = STEP_LIMIT
+            self._heed_step_limit()
             if self.at.batch < self.batches_per_epoch and self._is_checkpoint_due():
                 self._save_inside_epoch()
         return self._end_epoch() if self.at.batch >= self.batches_per_epoch else None
+
+    def _heed_step_limit(self) -> None:
+        if self.config.max_steps is not None and self.at.step >= self.config.max_steps:
+            self.stopped_by = STEP_LIMIT
 
     def _is_checkpoint_due(self) -> bool:
         every = self.config.checkpoint_every

@@ -64,7 +64,7 @@ class World:
         """Raise on every rank when any rank has an error: nobody is left waiting in a collective."""
         if not any(self.greatest(int(error is not None))):
             return
-        texts = self.share(None if error is None else str(error) or type(error).__name__)
+        texts = self.share(None if error is None else _explain(error))
         if error is not None:
             raise error
         rank, text = next((rank, text) for rank, text in enumerate(texts) if text is not None)
@@ -90,10 +90,10 @@ class World:
 
 
 def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """An action's result, or the error that a user can do something about."""
+    """An action's result, or what went wrong."""
     try:
         return action(), None
-    except (OkTopkError, OSError) as error:
+    except Exception as error:  # whatever it is, the other ranks must hear of it
         return None, error
 
 
@@ -128,6 +128,10 @@ def _torchrun_variables(place: Place) -> Mapping[str, str]:
         "MASTER_ADDR": place.address,
         "MASTER_PORT": str(place.port),
     }
+
+
+def _explain(error: Exception) -> str:
+    return str(error) if isinstance(error, OkTopkError) else f"{type(error).__name__}: {error}"
 
 
 def _message(value: Any) -> Tensor:
