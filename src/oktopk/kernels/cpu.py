@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from oktopk.types import SparseVector, index_dtype
 
 SAMPLE = 1 << 18  # entries that tell a threshold; more = fewer candidates, slower sample
 SHARE = 16  # a sample is at most one of this many entries
-SEED = 0x9E3779B97F4A7C15  # where in its stretch a sampled line lies; any number but 0
+SEED = 0x1E3779B97F4A7C15  # where in its stretch a sampled line lies; any positive int64
 SLACK = 1.25  # room for candidates, as a multiple of k
 DEVIATIONS = 4  # by how many standard deviations of the sample more candidates are taken; fewer = more second scans
 SMALL = 1 << 15  # vectors up to this size are candidates as a whole
@@ -49,7 +50,7 @@ class CpuKernels(ReferenceKernels):
         return sum(buffer.nbytes for buffer in self._buffers.values()) + self._counters.nbytes
 
     def all_finite(self, x: Tensor) -> bool:
-        bits, infinity = _bits(x), _key(float("inf"), x.dtype)
+        bits, infinity = _bits(x), _infinity(x.dtype)
         return not any(self._team.run(bits.size, lambda start, stop: loops.any_at_least(bits[start:stop], infinity)))
 
     def accumulate_(self, residual: Tensor, grad: Tensor, k: int = 0) -> float:
@@ -210,7 +211,7 @@ class CpuKernels(ReferenceKernels):
         sums = self._buffer("sums", values.dtype, loops.WINDOW)
         touched = self._buffer("touched", np.uint64, loops.WINDOW // WORD)
         cursors = np.concatenate([[0], ends[:-1]])
-        union, total = np.empty_like(indices), np.empty_like(values)
+        union, total = np.empty(indices.size + WORD, indices.dtype), np.empty(indices.size + WORD, values.dtype)
         count = loops.sum_windows(indices, values, cursors, ends, sums, touched, union, total)
         if count < 0:
             self._buffers.clear()  # half a sum is left in them
@@ -287,6 +288,11 @@ def _key(threshold: float, dtype: torch.dtype) -> np.uint64:
     """The smallest key whose magnitude reaches `threshold`, which is rounded to `dtype` first; never that of zero."""
     rounded = torch.tensor([threshold], dtype=dtype)
     return np.uint64(1) if bool(rounded[0] <= 0) else np.uint64(_bits(rounded)[0])
+
+
+@cache
+def _infinity(dtype: torch.dtype) -> np.uint64:
+    return _key(float("inf"), dtype)
 
 
 def _magnitude_of(key: int, dtype: torch.dtype) -> float:

@@ -19,7 +19,7 @@ DIGIT = 12  # bits a radix pass resolves: 4096 counters stay in the first-level 
 LINE = 16  # entries a sample takes together: one cache line of float32
 TILE = 2048  # entries worked on while they are in the first-level cache
 STREAMS = 8  # places a plain scan reads at the same time
-WINDOW = 1 << 14  # entries of the index space that sum_windows covers at once
+WINDOW = 1 << 15  # entries of the index space that sum_windows covers at once
 UNASKED = 4  # indices of a word written without looking how many it has
 FAR = 1024  # entries that a scan asks for in advance
 AHEAD = 24  # scattered accesses asked for in advance
@@ -253,12 +253,13 @@ def sample(bits: Any, seed: int, keys: Any) -> Any:
     """Keys of one cache line of each equal stretch, at a seeded place in it; how many keys that gave."""
     lines = bits.size // LINE
     wanted = min(keys.size // LINE, lines)
-    state, magnitude = np.uint64(seed), _magnitude(bits)
+    state, magnitude, ratio = np.uint64(seed), _magnitude(bits), lines / max(1, wanted)
     for stretch in range(wanted):
         state = _scramble(state)
-        at = _line_in(stretch, wanted, lines, state) * LINE
+        at = _line_in(stretch, ratio, lines, state) * LINE
+        line, to = bits[at : at + LINE], keys[stretch * LINE : (stretch + 1) * LINE]
         for i in range(LINE):
-            keys[stretch * LINE + i] = bits[at + i] & magnitude
+            to[i] = line[i] & magnitude
     return wanted * LINE
 
 
@@ -267,12 +268,13 @@ def sample_sum(residual: Any, grad: Any, seed: int, sums: Any) -> Any:
     """residual + grad on the lines that `sample` would take."""
     lines = residual.size // LINE
     wanted = min(sums.size // LINE, lines)
-    state = np.uint64(seed)
+    state, ratio = np.uint64(seed), lines / max(1, wanted)
     for stretch in range(wanted):
         state = _scramble(state)
-        at = _line_in(stretch, wanted, lines, state) * LINE
+        at = _line_in(stretch, ratio, lines, state) * LINE
+        line, addend, to = residual[at : at + LINE], grad[at : at + LINE], sums[stretch * LINE : (stretch + 1) * LINE]
         for i in range(LINE):
-            sums[stretch * LINE + i] = residual[at + i] + grad[at + i]
+            to[i] = line[i] + addend[i]
     return wanted * LINE
 
 
@@ -285,10 +287,10 @@ def _scramble(state: Any) -> Any:
 
 
 @jit
-def _line_in(stretch: int, stretches: int, lines: int, state: Any) -> Any:
-    first = stretch * lines // stretches
-    length = (stretch + 1) * lines // stretches - first
-    return first + np.int64((state >> np.uint64(33)) % np.uint64(length))
+def _line_in(stretch: int, ratio: float, lines: int, state: Any) -> Any:
+    """A line between stretch * ratio and the next multiple of ratio."""
+    fraction = np.float64(state >> np.uint64(11)) * 2.0**-53
+    return min(np.int64((stretch + fraction) * ratio), lines - 1)
 
 
 @jit
@@ -307,10 +309,9 @@ def sum_windows(
 ) -> Any:
     """Sum ascending lists: list s is indices[cursors[s]:ends[s]] with its values.
 
-    Returns the length of the union, -1 if a list does not ascend.
-
-    The index space is crossed in windows whose sums fit the cache, each list adding in turn, so every sum is formed in
-    the order of the lists. `sums` [WINDOW] and `touched` [WINDOW / 64] must come zero, and are left so.
+    Returns the length of the union, -1 if a list does not ascend. The index space is crossed in windows whose sums fit
+    the cache, each list adding in turn, so every sum is formed in the order of the lists. `sums` [WINDOW] and `touched`
+    [WINDOW / WORD] must come zero, and are left so; to_indices and to_values need room for a word more than is needed.
     """
     count = 0
     while True:
@@ -318,18 +319,20 @@ def sum_windows(
         if base < 0:
             return count if base == _NONE else -1
         base -= base % WORD
-        words = 0
+        words: Any = 0
         for source in range(cursors.size):
-            at = cursors[source]
-            while at < ends[source] and indices[at] < base + WINDOW:
-                place = np.int64(indices[at]) - base
-                if place < 0 or (at > 0 and cursors[source] < at and indices[at] <= indices[at - 1]):
+            start, place = cursors[source], np.int64(-1)
+            here, there = indices[start : ends[source]], values[start : ends[source]]
+            at = 0
+            while at < here.size and here[at] < base + WINDOW:
+                before, place = place, np.int64(here[at]) - base
+                if place <= before:
                     return -1
-                sums[place] += values[at]
+                sums[place] += there[at]
                 touched[place >> 6] |= _ONE << np.uint64(place & 63)
-                words = max(words, (place >> 6) + 1)
                 at += 1
-            cursors[source] = at
+            cursors[source] = start + at
+            words = max(words, (place >> 6) + 1)
         count = _flush(base, words, sums, touched, to_indices, to_values, count)
 
 
@@ -344,16 +347,15 @@ def _next_index(indices: Any, cursors: Any, ends: Any) -> Any:
 
 @jit
 def _flush(base: int, words: int, sums: Any, touched: Any, to_indices: Any, to_values: Any, count: int) -> Any:
+    """Append the sums of a window, and leave it zero. Needs room for a word more than there are."""
+    first = count
     for i in range(words):
-        word = touched[i]
+        count = _append(touched[i], base + i * WORD, to_indices, count)
         touched[i] = 0
-        while word:
-            place = i * WORD + trailing_zeros(word)
-            to_indices[count] = base + place
-            to_values[count] = sums[place]
-            sums[place] = 0
-            count += 1
-            word &= word - _ONE
+    for i in range(first, count):
+        place = to_indices[i] - base
+        to_values[i] = sums[place]
+        sums[place] = 0
     return count
 
 
