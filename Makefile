@@ -37,7 +37,7 @@ bench: setup
 	$(BIN)/oktopk bench all
 
 docs: setup
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 results: setup
 	$(BIN)/oktopk results
