@@ -138,6 +138,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     train_alone(toy_config(tmp_path, "run"))
     with pytest.raises(CheckpointError, match=r"another model.*preset tiny"):
         resume_alone(tmp_path / "run", preset="wide")
+    assert resumed_config(tmp_path / "run").preset == "tiny"  # the run is as it was
 
 
 def test_a_checkpoint_of_another_algorithm_is_refused(tmp_path: Path) -> None:

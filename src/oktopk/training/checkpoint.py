@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import os
 import pickle
-import random
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from oktopk.checkpoint import save
@@ -183,24 +181,6 @@ def require_model(meta: Mapping[str, Any], saved: Mapping[str, Any], path: Path,
             f"{wrong[0]!r}, {theirs.get(wrong[0], 'absent')} there and {ours.get(wrong[0], 'absent')} here. "
             "Resume it with the workload and preset it was made with."
         )
-
-
-def random_state() -> dict[str, Any]:
-    """State of every generator a workload may draw from."""
-    kind, keys, position, has_gauss, cached = np.random.get_state()
-    return {
-        "torch": torch.get_rng_state(),
-        "python": random.getstate(),
-        "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached),
-    }
-
-
-def restore_random_state(state: Mapping[str, Any]) -> None:
-    torch.set_rng_state(state["torch"])
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    kind, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
 
 
 def _replace_folder(partial: Path, final: Path) -> None:

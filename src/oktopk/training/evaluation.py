@@ -1,14 +1,27 @@
-"""Scoring a checkpoint without training."""
+"""Scoring a model: during training, and a checkpoint without it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from torch import nn
+
 from oktopk.training.checkpoint import load_file, read_meta, require_model
 from oktopk.training.config import TrainConfig
-from oktopk.training.trainer import validate
 from oktopk.training.workload import make_workload
 from oktopk.training.world import World
+from oktopk.workloads.base import Workload
+
+
+def validate(model: nn.Module, workload: Workload, world: World) -> dict[str, float]:
+    """Evaluate on all ranks together and add up."""
+    was_training = model.training
+    model.eval()
+    totals = world.together(lambda: workload.evaluate(model, world.rank, world.world_size))
+    model.train(was_training)
+    shares = world.share(totals)
+    names = dict.fromkeys(name for share in shares for name in share)
+    return workload.summarize({name: sum(share.get(name, 0.0) for share in shares) for name in names})
 
 
 def evaluate(config: TrainConfig, checkpoint: Path, world: World) -> dict[str, float]:

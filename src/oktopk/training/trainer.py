@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import signal
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
@@ -11,32 +10,25 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import numpy as np
 import torch
-from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
-from oktopk.checkpoint import load
 from oktopk.errors import DataError
 from oktopk.front_ends.optimizer import DistributedOptimizer
 from oktopk.training.algorithms import has_sparse_steps
 from oktopk.training.analysis import Analyzer
-from oktopk.training.checkpoint import (
-    Checkpoints,
-    Position,
-    find_checkpoint,
-    random_state,
-    require_model,
-    restore_random_state,
-)
+from oktopk.training.checkpoint import Checkpoints, Position, find_checkpoint
 from oktopk.training.config import TrainConfig, from_mapping
+from oktopk.training.evaluation import validate
 from oktopk.training.interrupts import Interrupts
 from oktopk.training.journal import Journal, Stopwatch
 from oktopk.training.learning_rate import learning_rate
 from oktopk.training.observer import Observer, Start, Step, Summary
 from oktopk.training.optimizers import make_optimizer
+from oktopk.training.randomness import seed_all, seed_rank
 from oktopk.training.recorder import Recorder
 from oktopk.training.run_directory import RunDirectory, write_json
+from oktopk.training.state import State
 from oktopk.training.workload import make_workload
 from oktopk.training.world import World, attempt
 from oktopk.workloads.base import Workload
@@ -50,7 +42,7 @@ def train(config: TrainConfig, world: World, observer: Observer | None = None) -
     With `config.resume` the run continues from that checkpoint; `resumed_config` gives the configuration it had.
     """
     torch.use_deterministic_algorithms(config.deterministic)
-    _seed(config.seed)
+    seed_all(config.seed)
     watcher = observer if observer and world.is_first else Observer()
     workload = world.local_first(lambda: make_workload(config, watcher.preparing))
     trainer = Trainer(config, workload, world, watcher)
@@ -83,8 +75,8 @@ class Trainer:
         self.optimizer = self._make_optimizer()  # every rank starts from the weights of rank 0
         self.reducer = self.optimizer.reducer
         self.analyzer = Analyzer(world, self.model)
-        # From here on ranks draw different numbers: a dropout mask that all share would be one mask, not many.
-        _seed(config.seed + 1_000_003 * (world.rank + 1))
+        self.state = State(self.model, self.optimizer, workload, world, self.batches_per_epoch)
+        seed_rank(config.seed, world.rank)
         self.at = Position()
         self.stopped_by: str | None = None
 
@@ -274,10 +266,7 @@ class Trainer:
 
     def _open_directory(self) -> RunDirectory:
         if self.config.resume:
-            directory = RunDirectory(find_checkpoint(self.config.resume).parent.parent)
-            if self.world.is_first:
-                write_json(directory.path / "config.json", {**directory.config, **self._described()})
-            return directory
+            return RunDirectory(find_checkpoint(self.config.resume).parent.parent)
         path = self.config.runs / self.world.announce(self.config.name or _run_name(self.config, self.workload))
         self.world.together(lambda: RunDirectory.create(path, self._described()) if self.world.is_first else None)
         return RunDirectory(path)
@@ -313,42 +302,15 @@ class Trainer:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     def _save(self, is_best: bool = False) -> None:
-        meta: dict[str, Any] = {
-            "workload": self.workload.name,
-            "preset": self.workload.preset,
-            "algorithm": self.config.algorithm,
-        }
-        meta |= {"batches_per_epoch": self.batches_per_epoch}
-        shared = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-        mine = {
-            "workload": self.workload.state_dict(),
-            "buffers": dict(self.model.named_buffers()),
-            "random": random_state(),
-        }
-        self.observer.saved(self.checkpoints.save(self.at, meta, shared, mine, self.reducer, is_best))
+        self.observer.saved(self.state.save(self.checkpoints, self.at, is_best))
 
     def _resume(self, resume: Path) -> None:
         """Continue exactly where a checkpoint was written."""
         path = self.world.together(lambda: find_checkpoint(resume))
-        saved = self.world.together(lambda: self.checkpoints.load(path))
-        self.world.together(lambda: require_model(saved.meta, saved.shared["model"], path, self.model.state_dict()))
-        self.model.load_state_dict(dict(saved.shared["model"]))
-        for name, buffer in self.model.named_buffers():
-            buffer.copy_(saved.mine["buffers"][name])
-        self.optimizer.load_state_dict(dict(saved.shared["optimizer"]))
-        load(self.reducer, path / "reducer")
-        self.at = saved.position
-        if saved.meta["world_size"] == self.world.world_size:
-            self.workload.load_state_dict(saved.mine["workload"])
-            restore_random_state(saved.mine["random"])
-        else:
-            self._settle_into_another_world(saved.meta)
-
-    def _settle_into_another_world(self, meta: Mapping[str, Any]) -> None:
-        """The same share of the epoch is done, and ranks draw numbers that none has drawn before."""
-        done = self.at.batch * self.batches_per_epoch // max(1, meta["batches_per_epoch"])
-        self.at = replace(self.at, batch=done)
-        _seed(self.config.seed + 1_000_003 * (self.world.rank + 1) + 7919 * self.at.step)
+        self.at = self.state.restore(self.checkpoints, path, self.config.seed)
+        if self.world.is_first:
+            # Only now: a checkpoint that does not fit must leave the run as it was.
+            write_json(self.directory.path / "config.json", {**self.directory.config, **self._described()})
 
     def _notice(self) -> str | None:
         steps, sparse_steps = self.recorder.counts
@@ -368,23 +330,6 @@ class Trainer:
         self.at = replace(self.at, wall_seconds=wall, epoch_seconds=epoch)
 
 
-def validate(model: nn.Module, workload: Workload, world: World) -> dict[str, float]:
-    """Evaluate on all ranks together and add up."""
-    was_training = model.training
-    model.eval()
-    totals = world.together(lambda: workload.evaluate(model, world.rank, world.world_size))
-    model.train(was_training)
-    shares = world.share(totals)
-    names = dict.fromkeys(name for share in shares for name in share)
-    return workload.summarize({name: sum(share.get(name, 0.0) for share in shares) for name in names})
-
-
 def _run_name(config: TrainConfig, workload: Workload) -> str:
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     return f"{workload.name}-{workload.preset}-{config.algorithm}-{stamp}"
-
-
-def _seed(seed: int) -> None:
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from oktopk.errors import OkTopkError, PeerError
+from oktopk.front_ends.world import init_process_group
 from oktopk.training.place import Place, find_place
 from oktopk.transport.base import Transport
 from oktopk.transport.torch_dist import TorchTransport
@@ -116,7 +117,7 @@ def join(place: Place | None) -> None:
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1, timeout=_TIMEOUT)
         return
     os.environ.update(_torchrun_variables(place))
-    dist.init_process_group("gloo", timeout=_TIMEOUT)
+    init_process_group(timeout=_TIMEOUT)
 
 
 def _torchrun_variables(place: Place) -> Mapping[str, str]:
