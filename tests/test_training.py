@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -117,6 +118,12 @@ def test_the_limit_of_steps_is_kept(limit: int, tmp_path: Path) -> None:
 def test_accumulated_micro_batches_count_as_one_step(tmp_path: Path) -> None:
     summary = train_alone(toy_config(tmp_path, "run", epochs=2, accumulate=4))
     assert summary.steps == 4  # 6 batches are 4 and 2
+
+
+def test_a_tracker_that_is_not_installed_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match=r"pip install 'oktopk\[tracking\]'"):
+        train_alone(toy_config(tmp_path, "run", wandb="project"))
 
 
 def test_an_existing_run_is_not_overwritten(tmp_path: Path) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 from oktopk.training.analysis import Analysis
 from oktopk.training.checkpoint import Position
@@ -16,6 +17,7 @@ from oktopk.training.trackers import Tracker, make_trackers
 from oktopk.training.world import World
 from oktopk.workloads.base import Metric
 
+T = TypeVar("T")
 _TRACKED = ("sparsity", "compression_ratio", "bytes_sent", "selected_global", "residual_norm")
 
 
@@ -33,19 +35,16 @@ class Recorder:
     def open(self, config: TrainConfig, directory: RunDirectory, at: Position) -> None:
         """Begin, or continue after what a resumed run had written until its checkpoint."""
         self._directory = directory
-        if not self._world.is_first:
-            return
         if config.resume:
-            self._recall(at)
-        self._trackers = make_trackers(config, directory, at.step)
+            self._as_first(lambda: self._recall(at))
+        self._trackers = self._as_first(lambda: make_trackers(config, directory, at.step)) or []
 
     def drain(self) -> None:
         """Write the steps since the last call."""
         entries = self._journal.drain(self._world)
         self._count(entries)
         self._entries += entries
-        if self._world.is_first:
-            self._directory.append_steps([entry.to_json() for entry in entries])
+        self._as_first(lambda: self._directory.append_steps([entry.to_json() for entry in entries]))
         for entry in entries:
             self._track({"train/loss": entry.loss, "train/lr": entry.lr}, entry.step)
             self._track({f"reduce/{name}": getattr(entry.reduce, name) for name in _TRACKED}, entry.step)
@@ -59,14 +58,12 @@ class Recorder:
     def write_epoch(self, entry: EpochEntry, step: int) -> None:
         self._train_loss = entry.train_loss
         self._validation = entry.validation or self._validation
-        if self._world.is_first:
-            self._directory.append(EPOCHS, [entry.to_json()])
+        self._as_first(lambda: self._directory.append(EPOCHS, [entry.to_json()]))
         self._track({"epoch/train_loss": entry.train_loss, "epoch/sparsity": entry.sparsity}, step)
         self._track({f"validation/{name}": value for name, value in (entry.validation or {}).items()}, step)
 
     def write_analysis(self, analysis: Analysis) -> None:
-        if self._world.is_first:
-            self._directory.append(ANALYSIS, [analysis.to_json()])
+        self._as_first(lambda: self._directory.append(ANALYSIS, [analysis.to_json()]))
 
     def finish(self, at: Position, metric: Metric, stopped_by: str | None, notice: str | None) -> Summary:
         """Write the summary; every rank gets that of rank 0."""
@@ -76,8 +73,7 @@ class Recorder:
             bytes_sent=self._bytes_sent, dense_bytes=self._dense_bytes, train_loss=self._train_loss,
             validation=self._validation, metric=metric.name, best=at.best, stopped_by=stopped_by, notice=notice,
         )  # fmt: skip
-        if self._world.is_first:
-            self._directory.write_summary(summary.to_json())
+        self._as_first(lambda: self._directory.write_summary(summary.to_json()))
         shared = self._world.announce(summary.to_json())
         return Summary(
             **{"train_loss": None, "validation": None, "best": None, "stopped_by": None, "notice": None}
@@ -93,6 +89,10 @@ class Recorder:
     def close(self) -> None:
         for tracker in self._trackers:
             tracker.close()
+
+    def _as_first(self, action: Callable[[], T]) -> T | None:
+        """Rank 0 does it; if it cannot (a full disk, a missing package), all ranks stop."""
+        return self._world.together(lambda: action() if self._world.is_first else None)
 
     def _recall(self, at: Position) -> None:
         self._directory.rewind(at.step, at.epoch)
