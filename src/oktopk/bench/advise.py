@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
 import torch.distributed as dist
 
-from oktopk.bench.cluster import open_place
+from oktopk.bench.cluster import Place, open_place
 from oktopk.bench.launch import run_ranks
+from oktopk.bench.machine import Machine, measure_machine
 from oktopk.bench.network import Network
-from oktopk.bench.probe import round_trip, stream
+from oktopk.bench.probe import one_round, stream
 from oktopk.bench.rank import World
 
 PROBE_BYTES = 8_000_000
@@ -35,11 +36,17 @@ def measure_under_launcher() -> Link | None:
     dist.init_process_group("gloo")
     try:
         world: Any = World(dist.get_rank(), dist.get_world_size(), "", os.open(os.devnull, os.O_WRONLY))
-        seconds = [round_trip(world) for _ in range(20)]
+        seconds = [one_round(world) for _ in range(20)]
         rates = [stream(world, PROBE_BYTES) for _ in range(3)]
-        return Link(world.rank, world.world_size, 8 * max(rates), median(seconds) / 2)
+        return Link(world.rank, world.world_size, 8 * max(rates), median(seconds))
     finally:
         dist.destroy_process_group()
+
+
+def measure_machine_in(place: Place, density: float) -> Machine:
+    """The machine's costs, with rounds as they are in this place."""
+    record = run_ranks(place, "oktopk.bench.probe:measure", {"nbytes": 1000}, timeout=120)[0][0]
+    return replace(measure_machine(density), round_seconds=record["round_seconds"])
 
 
 def measure_here(hosts: int, network: Network, per_host: int) -> tuple[Link, tuple[str, ...]]:
@@ -47,5 +54,5 @@ def measure_here(hosts: int, network: Network, per_host: int) -> tuple[Link, tup
     with open_place(hosts, network, per_host) as place:
         record = run_ranks(place, "oktopk.bench.probe:measure", {"nbytes": PROBE_BYTES}, timeout=120)[0][0]
         notes = place.notes
-    link = Link(0, hosts * per_host, 8 * record["bytes_per_second"], record["round_trip"] / 2)
+    link = Link(0, hosts * per_host, 8 * record["bytes_per_second"], record["round_seconds"])
     return link, notes

@@ -75,6 +75,7 @@ def _per_entry(density: float, numel: int) -> dict[str, float]:
         exact()
         residual.mean(), residual.std(correction=0)
         kernels.count_above(residual, threshold)
+        kernels.select_above(residual, threshold)
 
     def dense() -> None:
         kernels.all_finite(grad)

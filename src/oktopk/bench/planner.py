@@ -203,7 +203,7 @@ def _wait_seconds(scenario: Scenario, machine: Machine, algorithm: str) -> float
     if algorithm in ("topkdsa", "oktopk"):
         # The split serves a few peers at a time, and each window waits for the one before.
         rounds += ceil((scenario.ranks - 1) / OkTopkConfig().in_flight) - 1
-    software = machine.round_seconds * max(1.0, scenario.ranks_per_core)
+    software = machine.round_seconds
     # Messages of one round leave one after the other, each through the socket layer.
     extra = max(0, cost.messages - rounds) / 2
     return scenario.buckets * (rounds * (scenario.network.latency + software) + extra * software)

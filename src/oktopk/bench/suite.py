@@ -8,10 +8,10 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from oktopk.bench.advise import measure_machine_in
 from oktopk.bench.allreduce import Sweep, bench_allreduce
 from oktopk.bench.cluster import Place, open_place
 from oktopk.bench.contenders import EVERYONE
-from oktopk.bench.machine import measure_machine
 from oktopk.bench.network import Network
 from oktopk.bench.overlap import OverlapBench, bench_overlap
 from oktopk.bench.runs import header, write_run
@@ -66,7 +66,7 @@ def _step(contenders: tuple[str, ...], repeats: int) -> Callable[[Place, bool, S
         bench = StepBench(contenders=contenders, repeats=repeats)
         if quick:
             bench = StepBench(numel=QUICK_NUMEL, contenders=contenders, repeats=1, seconds=0.3)
-        costs = measure_machine(bench.density)
+        costs = measure_machine_in(place, bench.density)
         results = bench_step(place, bench, lambda r: say(f"{r.contender}: {r.step_seconds * 1e3:.0f} ms per step"))
         return results, costs.to_json()
 
