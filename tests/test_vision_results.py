@@ -8,6 +8,7 @@ import pytest
 
 from oktopk.bench.results import BEGIN, END, Outcome, Trial, read_outcome, rows, section, trials, write_section
 from oktopk.cli import main
+from oktopk.cli.train import Train
 
 
 def outcome(algorithm: str, seed: int, value: float, lower: bool = False) -> Outcome:
@@ -61,6 +62,28 @@ def test_the_page_keeps_what_others_wrote(tmp_path):
     assert page.startswith("# Results") and page.endswith("## Speech\n\nmore\n")
     assert page.count(BEGIN) == page.count(END) == 1
     assert "| oktopk | 0.8 ± 0 | 1 | yes | 10.0 MB | 10.0% | 60 s |" in page
+
+
+def test_a_training_that_is_stopped_stops_the_rest(tmp_path, monkeypatch, capsys):
+    started = []
+
+    def stopped(self):
+        started.append(self.name)
+        write_run(tmp_path, Trial("vision", "dense", 0), stopped_by="SIGTERM")
+        return 0
+
+    monkeypatch.setattr(Train, "__call__", stopped)
+    assert main(["results", "--workloads", "vision", "--runs", str(tmp_path), "--out", str(tmp_path / "page.md")]) == 1
+    assert started == ["vision-dense-seed0"] and "call again to go on" in capsys.readouterr().out
+
+
+def test_finished_trainings_are_not_repeated(tmp_path, monkeypatch):
+    monkeypatch.setattr(Train, "__call__", lambda self: 1 / 0)
+    write_run(tmp_path, Trial("vision", "dense", 0))
+    page = tmp_path / "page.md"
+    words = ["--workloads", "vision", "--algorithms", "dense", "--seeds", "0", "--runs", str(tmp_path)]
+    assert main(["results", *words, "--out", str(page)]) == 0
+    assert "| dense | 0.9 ± 0 | 1 |" in page.read_text()
 
 
 def test_unknown_names_are_refused(capsys):

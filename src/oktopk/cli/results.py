@@ -40,8 +40,9 @@ class Results:
             if read_outcome(self.runs, trial) is None:
                 console().print(f"== {trial.name}", markup=False)
                 code = self._train(trial)
-                if code:
-                    return code
+                if code or read_outcome(self.runs, trial) is None:
+                    console().print(f"{trial.name} did not run to its end: call again to go on.", markup=False)
+                    return code or 1
                 self._write(wanted)
         return self._write(wanted)
 
