@@ -198,7 +198,7 @@ def _pids(namespace: str) -> list[str]:
 
 
 def _step(contender: str, seconds: float) -> StepResult:
-    return StepResult(contender, seconds, seconds, seconds, 3, 100, 110, {}, 27_570_000, 0.01, 25 << 20)
+    return StepResult(contender, seconds, seconds, seconds, 3, 100, 110, {}, 27_570_000, 0.01, 25 << 20, 0.05)
 
 
 def _volume(world_size: int, nbytes: float, algorithm: str = "oktopk") -> AllreduceResult:

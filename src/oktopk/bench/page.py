@@ -51,7 +51,8 @@ machines, while the network is exactly as fast as it says: what is measured here
 synchronisation gains. The stand-in model is a perceptron with 27.57 million parameters. *Step* is the median over
 steps of the slowest rank, in the best of the rounds that took turns; *spread* its fastest and slowest step; *overhead*
 the step minus the floor, which is the same DDP step with no synchronisation at all. Bytes are those that one rank
-sends per step, by our own meter and by the kernel's counter of its interface.
+sends per step, by our own meter and by the kernel's counter of its interface; *CPU* is processor time of one rank per
+step, in all of its threads.
 """
 
 
@@ -89,6 +90,7 @@ def _step_row(result: StepResult) -> dict[str, Any]:
         "spread [ms]": f"{result.fastest * 1e3:.0f} to {result.slowest * 1e3:.0f}",
         "steps": result.steps,
         "overhead [ms]": f"{result.overhead_seconds * 1e3:.0f}",
+        "CPU [ms]": f"{result.cpu_seconds * 1e3:.0f}",
         "speed-up": f"{result.speedup:.2f}",
         "MB, our meter": f"{result.bytes_sent / 1e6:.3f}" if result.bytes_sent >= 0 else "",
         "MB, kernel": f"{result.wire_bytes / 1e6:.3f}" if result.wire_bytes >= 0 else "",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -34,11 +34,14 @@ class Header:
     costs: Mapping[str, Any]  # what the planner needs of this machine, measured with the run; empty if it was not
 
 
-def header(kind: str, command: str, place: Place, costs: Mapping[str, Any] | None = None) -> Header:
+def header(
+    kind: str, command: str, place: Place, costs: Mapping[str, Any] | None = None, notes: Sequence[str] = ()
+) -> Header:
     network = place.network
     return Header(
         kind, command, place.world_size, place.hosts, place.per_host, network.label, network.bits_per_second,
-        network.latency, place.emulated, (*place.notes, *_oversubscribed(place)), describe_machine(), costs or {},
+        network.latency, place.emulated, (*place.notes, *_oversubscribed(place), *notes), describe_machine(),
+        costs or {},
     )  # fmt: skip
 
 
@@ -71,6 +74,14 @@ def describe_machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
+
+
+def busy_notes() -> tuple[str, ...]:
+    """What a reader must know when other programs compute on this machine. Ask before the ranks start."""
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load < 0.5 * cores:
+        return ()
+    return (f"the machine was not idle: load average {load:.1f} on {cores} cores before the ranks started",)
 
 
 def _processor() -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import torch
@@ -58,6 +58,7 @@ class StepResult:
     numel: int
     density: float
     bucket_bytes: int
+    cpu_seconds: float  # of processor time per rank and step, in all threads; hardly depends on who else computes
     overhead_seconds: float = 0.0  # step minus floor
     speedup: float = 0.0  # DDP dense over this; 0 if dense did not take part
 
@@ -124,19 +125,20 @@ def _measure_one(
     for _ in range(attached.warmup):
         probe = _timed_step(attached, optimizer, loss)
     steps = _agreed_steps(probe, seconds)
-    before = world.wire_bytes()[0]
+    before, busy = world.wire_bytes()[0], process_time()
     times, phases = [], []
     for _ in range(steps):
         times.append(_timed_step(attached, optimizer, loss))
         phases.append(attached.phases())
+    busy = (process_time() - busy) / steps
     dist.barrier()
     wire = (world.wire_bytes()[0] - before) / (steps * per_host)
     slowest = _over_ranks(torch.tensor(times), dist.ReduceOp.MAX)
-    sent = _over_ranks(torch.tensor([float(attached.sent()), wire]), dist.ReduceOp.SUM) / world.world_size
+    means = _over_ranks(torch.tensor([float(attached.sent()), wire, busy]), dist.ReduceOp.SUM) / world.world_size
     return {
         "step_seconds": median(slowest.tolist()), "fastest": float(slowest.min()), "slowest": float(slowest.max()),
-        "steps": steps, "bytes_sent": round(float(sent[0])), "wire_bytes": round(float(sent[1])) if counted else -1,
-        "phases": _median_phases(phases),
+        "steps": steps, "bytes_sent": round(float(means[0])), "wire_bytes": round(float(means[1])) if counted else -1,
+        "cpu_seconds": float(means[2]), "phases": _median_phases(phases),
     }  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from oktopk.bench.cluster import Place, open_place
 from oktopk.bench.contenders import EVERYONE
 from oktopk.bench.network import Network
 from oktopk.bench.overlap import OverlapBench, bench_overlap
-from oktopk.bench.runs import header, write_run
+from oktopk.bench.runs import busy_notes, header, write_run
 from oktopk.bench.step import StepBench, bench_step
 from oktopk.errors import ConfigError, nearest
 
@@ -53,10 +53,10 @@ def parts(quick: bool, only: Sequence[str] = ()) -> list[str]:
 
 def run_part(name: str, folder: Path, quick: bool, say: Say) -> float:
     """Measure one part, write FOLDER/NAME.jsonl, return how many seconds it took."""
-    part, started = PARTS[name], perf_counter()
+    part, started, notes = PARTS[name], perf_counter(), busy_notes()
     with open_place(part.hosts, Network.parse(part.network)) as place:
         rows, costs = part.work(place, quick, say)
-        run = header(name.partition("-")[0], part.command, place, costs)
+        run = header(name.partition("-")[0], part.command, place, costs, notes)
     write_run(folder / f"{name}.jsonl", run, rows)
     return perf_counter() - started
 

@@ -240,9 +240,11 @@ def scaling_rows(results: Sequence[AllreduceResult]) -> list[Mapping[str, Any]]:
 def _place(hosts: int, network: str, latency: str, per_host: int) -> Iterator[Place]:
     from oktopk.bench.cluster import open_place
     from oktopk.bench.network import Network
+    from oktopk.bench.runs import busy_notes
 
+    notes = busy_notes()
     with open_place(hosts, Network.parse(network, latency), per_host) as place:
-        _say_notes(place.notes)
+        _say_notes((*place.notes, *notes))
         yield place
 
 
@@ -267,6 +269,7 @@ def _step_row(result: StepResult) -> dict[str, Any]:
         "step ms": round(result.step_seconds * 1e3),
         "spread ms": f"{result.fastest * 1e3:.0f}-{result.slowest * 1e3:.0f}",
         "overhead ms": round(result.overhead_seconds * 1e3),
+        "CPU ms": round(result.cpu_seconds * 1e3),
         "speed-up": round(result.speedup, 2),
     }
     if result.bytes_sent >= 0:
