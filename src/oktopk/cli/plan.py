@@ -24,8 +24,7 @@ class Plan:
     The cost of selecting and packing is measured on this machine, in two seconds; the network is what you say it is.
 
     Example:
-      oktopk plan --numel 110000000 --density 0.01 --ranks 16 --ranks-per-host 4 --network 10gbit --latency 50us
-          --compute 400ms --backward 250ms
+      oktopk plan --numel 110000000 --ranks 16 --ranks-per-host 4 --network 10gbit --compute 400ms --backward 250ms
     """
 
     numel: int = 27_570_000  # parameters
