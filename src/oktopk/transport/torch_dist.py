@@ -113,7 +113,11 @@ class TorchTransport:
         self._group = None
 
     def find_fault(self) -> Fault | None:
-        return self._witness.find()
+        fault = self._witness.find()
+        if fault is None:
+            self._leave()  # wakes those who wait for us, so that they report too
+            fault = self._witness.find_late()
+        return fault
 
     def _exchange_sizes(self, sizes: Sequence[int]) -> list[int]:
         if self.world_size == 1:

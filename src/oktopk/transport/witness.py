@@ -23,7 +23,7 @@ from oktopk.transport.base import Fault
 
 REACH_SECONDS = 1.0  # to connect to a living rank, or to learn that a connection was to a dying one
 STORE_SECONDS = 2.0
-VANISHED = "it vanished (killed, out of memory, or its machine is gone)"
+VANISHED = "it vanished (killed, out of memory, its machine gone) or closed its reducer early"
 LATE = "it did not take part in time: it is stuck, or much slower than the others"
 
 
@@ -61,6 +61,7 @@ class Witness:
                 self._is_store_lost = True  # peers find that out as we did
 
     def find(self) -> Fault | None:
+        """Who failed, by its own note or another's, or who is dead."""
         if self._world_size == 1:
             return None
         noted = self._read()
@@ -70,7 +71,20 @@ class Witness:
         if dead:
             # One of them may have left because it saw the other die; then it has said so before.
             return self._read() or Fault(dead[0], VANISHED)
-        return self._find_late()
+        return None
+
+    def find_late(self) -> Fault | None:
+        """When everyone is alive, someone did not come: whoever does not report a failed collective too."""
+        if self._world_size == 1:
+            return None
+        keys = [f"waiting/{peer}" for peer in range(self._world_size)]
+        try:
+            self._store.set(keys[self._rank], "")
+            self._store.wait(keys, timedelta(seconds=STORE_SECONDS))
+        except RuntimeError:
+            late = self._absent(keys)
+            return self._read() or (Fault(late[0], LATE) if late else None)
+        return self._read()
 
     def _read(self) -> Fault | None:
         if self._is_store_lost:
@@ -92,17 +106,6 @@ class Witness:
             for call in calls.values():
                 if call is not None:
                     call.close()
-
-    def _find_late(self) -> Fault | None:
-        """Everyone is alive, so someone did not come: whoever does not report a failed collective too."""
-        keys = [f"waiting/{peer}" for peer in range(self._world_size)]
-        try:
-            self._store.set(keys[self._rank], "")
-            self._store.wait(keys, timedelta(seconds=STORE_SECONDS))
-        except RuntimeError:
-            late = self._absent(keys)
-            return self._read() or (Fault(late[0], LATE) if late else None)
-        return self._read()
 
     def _absent(self, keys: Iterable[str]) -> list[int]:
         try:
