@@ -74,6 +74,11 @@ def test_a_run_that_leaves_the_warm_up_has_no_notice(tmp_path: Path) -> None:
     assert train_alone(toy_config(tmp_path, "run", epochs=1)).notice is None
 
 
+def test_a_model_too_small_to_be_sparse_says_so(tmp_path: Path) -> None:
+    summary = train_alone(toy_config(tmp_path, "run", epochs=1, min_numel=10_000))
+    assert summary.notice is not None and "--min-numel (10000)" in summary.notice
+
+
 def test_dense_training_is_not_told_about_its_warm_up(tmp_path: Path) -> None:
     assert train_alone(toy_config(tmp_path, "run", epochs=1, algorithm="dense", warmup_steps=99)).notice is None
 

@@ -321,6 +321,11 @@ class Trainer:
                 f"All {steps} steps were inside the dense warm-up of {self.recipe.warmup_steps} steps: nothing was "
                 f"sparsified. Train longer (--epochs) or lower --warmup-steps to see {self.config.algorithm} at work."
             )
+        if self._density() is not None and sparse_steps == 0:
+            return (
+                f"No step was sparse, though the warm-up ended: buckets of fewer than --min-numel "
+                f"({self.config.min_numel}) entries go dense, and algorithm auto goes dense where that is faster."
+            )
         return None
 
     def _tick(self) -> None:

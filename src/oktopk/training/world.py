@@ -38,15 +38,18 @@ class World:
 
     def total(self, values: Sequence[float]) -> list[float]:
         """Sums over ranks."""
-        return list(self._transport.all_reduce_(torch.tensor(values, dtype=torch.float64)).tolist())
+        with self._naming_peers():
+            return list(self._transport.all_reduce_(torch.tensor(values, dtype=torch.float64)).tolist())
 
     def greatest(self, *values: int) -> list[int]:
         """Maxima over ranks, in one round."""
-        return [max(column) for column in zip(*self._transport.agree(values), strict=True)]
+        with self._naming_peers():
+            return [max(column) for column in zip(*self._transport.agree(values), strict=True)]
 
     def share(self, value: Any) -> list[Any]:
         """Every rank's JSON value, by rank."""
-        return [json.loads(bytes(message.tolist())) for message in self._transport.all_gather(_message(value))]
+        with self._naming_peers():
+            return [json.loads(bytes(message.tolist())) for message in self._transport.all_gather(_message(value))]
 
     def announce(self, value: T) -> T:
         """Rank 0's JSON value, on every rank."""
@@ -57,7 +60,8 @@ class World:
         """Replace tensors by their mean over ranks."""
         if tensors and self.world_size > 1:
             flat = torch.cat([tensor.detach().flatten().double() for tensor in tensors])
-            mean = self._transport.all_reduce_(flat).div_(self.world_size)
+            with self._naming_peers():
+                mean = self._transport.all_reduce_(flat).div_(self.world_size)
             for tensor, part in zip(tensors, mean.split([tensor.numel() for tensor in tensors]), strict=True):
                 tensor.copy_(part.view_as(tensor))
 
@@ -88,6 +92,16 @@ class World:
 
     def close(self) -> None:
         self._transport.close()
+
+    @contextmanager
+    def _naming_peers(self) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, OSError) as error:
+            raise PeerError(
+                f"rank {self.rank} cannot reach its peers: another rank has ended, or the network has "
+                f"({str(error).splitlines()[0][:200]})."
+            ) from error
 
 
 def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
