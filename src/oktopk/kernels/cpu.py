@@ -18,7 +18,7 @@ from oktopk.kernels.reference import ReferenceKernels
 from oktopk.types import SparseVector, index_dtype
 
 SAMPLE = 1 << 18  # entries that tell a threshold; more = fewer candidates, slower sample
-SHARE = 16  # a sample is at most one of this many entries
+SHARE = 64  # a sample is at most one of this many entries
 SEED = 0x1E3779B97F4A7C15  # where in its stretch a sampled line lies; any positive int64
 SLACK = 1.25  # room for candidates, as a multiple of k
 DEVIATIONS = 4  # by how many standard deviations of the sample more candidates are taken; fewer = more second scans

@@ -50,7 +50,8 @@ def encode(values: Tensor, codec: int, rounding: Rounding) -> Encoded:
         codec = FLOAT64
     wide = WIDE if exact.dtype == torch.float64 and codec != FLOAT64 else 0
     parameter, data = _to_bytes(exact, codec, rounding)
-    return Encoded(codec | wide, parameter, data, decode(data, codec | wide, parameter, exact.numel()))
+    seen = exact if codec in (FLOAT32, FLOAT64) else decode(data, codec | wide, parameter, exact.numel())
+    return Encoded(codec | wide, parameter, data, seen)
 
 
 def decode(data: Tensor, codec: int, parameter: int, nnz: int) -> Tensor:
