@@ -26,20 +26,22 @@ def test_bench_kernels_writes_every_figure(
         "selection_over_add", "speedup_over_topk_0.02", "speedup_over_topk_0.01", "speedup_over_topk_0.001",
         "extra_memory", "selected_error",
     } <= set(record["figures"])  # fmt: skip
-    assert code == int(not all(figure["ok"] for figure in record["figures"].values()))
+    assert code == 0 and "must" not in record["figures"]["selection_over_add"]  # targets are about the full size
     assert record["figures"]["selected_error"]["measured"] == 0.0
     assert [row["numel"] for row in record["sizes"]] == [20_000]
     assert record["warm_up_seconds"] == {"cold": 2.0, "warm": 0.1}
     printed = capsys.readouterr().out
-    assert "local selection at 0.01 / add_" in printed and "must" in printed and "aim" in printed
+    assert "local selection at 0.01 / add_" in printed
 
 
 def test_bench_wire_writes_every_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "wire.json"
     BenchWire(numel=200_000, repeats=1, json=file)()
     figures = json.loads(file.read_text())["figures"]
-    for key in ("bits_per_pair_bfloat16", "bits_per_pair_int8", "bits_per_index_0.02", "bits_per_index_0.01"):
-        assert figures[key]["ok"], key
+    # At 2000 pairs the header of 44 bytes weighs 0.2 bits each, and chance 1%.
+    assert figures["bits_per_pair_bfloat16"]["measured"] <= 24.11 + 0.4
+    assert figures["bits_per_pair_int8"]["measured"] <= 16.23 + 0.4
+    assert figures["bits_per_index_0.01"]["measured"] <= 8.11 + 0.2
     assert "round_trip_over_add" in figures and "bits_per_index_0.001" in figures
     assert "index codecs" in capsys.readouterr().out
 
@@ -48,6 +50,17 @@ def test_both_are_commands(capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("kernels", "wire"):
         assert main(["bench", name, "--help"]) == 0
         assert "--json" in capsys.readouterr().out
+
+
+def test_a_missed_target_is_shown_and_exits_with_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missed = Figure("selection_over_add", "local selection / add_", 5.0, 4.5, 2.5)
+    result = bench_kernels.KernelsResult(9, "cpu", "why", [missed], [], [], bench_kernels.WarmUp(2.0, 0.1))
+    monkeypatch.setattr(bench_kernels, "measure_kernels", lambda *_: result)
+    assert BenchKernels()() == 1
+    printed = capsys.readouterr().out
+    assert all(word in printed for word in ("must", "aim", "<= 4.5", "<= 2.5", "no"))
 
 
 def test_a_figure_knows_which_way_is_better() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import thread_time
 from typing import Any
 
@@ -32,9 +32,12 @@ class Figure:
     def reaches_aim(self) -> bool:
         return self._reaches(self.aim)
 
+    def without_targets(self) -> Figure:
+        return replace(self, must=None, aim=None)
+
     def to_json(self) -> dict[str, Any]:
-        record = {"measured": self.measured, "must": self.must, "aim": self.aim, "ok": self.ok}
-        return {name: value for name, value in record.items() if value is not None}
+        record = {"measured": self.measured, "must": self.must, "aim": self.aim}
+        return {name: value for name, value in record.items() if value is not None} | {"ok": self.ok}
 
     def _reaches(self, target: float | None) -> bool:
         return target is None or (self.measured >= target if self.higher else self.measured <= target)

@@ -111,6 +111,8 @@ def measure_kernels(numel: int = NUMEL, repeats: int = 10, sizes: tuple[int, ...
     with threads(1):
         bench = _Bench(choice.kernels, numel)
         figures = [*bench.ratios(repeats), *bench.memory_and_count()]
+        if numel != NUMEL:  # the targets are about the full size
+            figures = [figure.without_targets() for figure in figures]
         stages = bench.stages(repeats)
         del bench
         rows = [_Bench(choice.kernels, size).row(repeats if size <= NUMEL else 3) for size in sizes]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class BenchKernels:
     """Time the local selection against torch's add_ and topk and the reference kernels, in one run, on one thread.
 
-    Exits with 1 when a figure misses what it must reach.
+    At the default size figures have targets: exits with 1 when one misses what it must reach.
 
     Example:
       oktopk bench kernels --numel 1000000 --sizes 100000

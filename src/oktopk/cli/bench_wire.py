@@ -14,7 +14,7 @@ from oktopk.cli.console import console, table
 class BenchWire:
     """Weigh messages of uniformly placed entries and time packing and unpacking against torch's add_, on one thread.
 
-    Exits with 1 when a figure misses what it must reach.
+    At the default size figures have targets: exits with 1 when one misses what it must reach.
 
     Example:
       oktopk bench wire --numel 1000000
