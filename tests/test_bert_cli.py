@@ -42,7 +42,7 @@ def test_text_is_prepared_for_both_workloads(tmp_path, capsys):
     assert main(["data", "text", str(tmp_path), "--pieces", "60"]) == 0
     out = capsys.readouterr().out
     assert "plain splits, 1 training files, 1 validation files" in out
-    assert "ptb  300 training words" in out and "vocabulary 9" in out
+    assert "ptb  329 training words" in out and "vocabulary 9" in out
     assert "bert valid: 30 documents, 60 sentences" in out and "1 documents of one sentence left out" in out
 
 
