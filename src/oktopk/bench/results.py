@@ -157,11 +157,16 @@ def _table(part: Sequence[Row]) -> list[str]:
         "|---|--:|--:|---|--:|--:|--:|",
     ]
     lines += [
-        f"| {row.algorithm} | {row.mean:.4g} ± {row.deviation:.2g} | {len(row.values)} | {_word(row.as_good_as_dense)} "
+        f"| {row.algorithm} | {_spread(row)} | {len(row.values)} | {_word(row.as_good_as_dense)} "
         f"| {row.bytes_sent / 1e6:.1f} MB | {row.of_dense:.1%} | {row.seconds:.0f} s |"
         for row in part
     ]
     return [*lines, ""]
+
+
+def _spread(row: Row) -> str:
+    """One seed has no spread, which is not a spread of zero."""
+    return f"{row.mean:.4g} ± {row.deviation:.2g}" if len(row.values) > 1 else f"{row.mean:.4g}"
 
 
 def _word(verdict: bool | None) -> str:
