@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from oktopk.errors import ConfigError, UnsupportedError
-from oktopk.kernels import Kernels, ReferenceKernels, choose, cpu_team
+from oktopk.kernels import Kernels, ReferenceKernels, _compiled_obstacle, choose, cpu_team
 from oktopk.kernels import cpu as cpu_module
 from oktopk.kernels.cpu import CpuKernels
 from oktopk.types import SparseVector
@@ -302,3 +303,23 @@ def test_dispatch_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OKTOPK_KERNELS", "cpuu")
     with pytest.raises(ConfigError, match="Did you mean 'cpu'"):
         choose(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("broken", ["missing", "failing", "wrong"])
+def test_dispatch_falls_back_and_says_why(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    monkeypatch.delenv("OKTOPK_KERNELS", raising=False)
+    if broken == "missing":
+        monkeypatch.setitem(sys.modules, "oktopk.kernels.cpu", None)
+    elif broken == "failing":
+        monkeypatch.setattr(cpu_module.CpuKernels, "select_topk", lambda *_: 1 / 0)
+    else:
+        monkeypatch.setattr(cpu_module.CpuKernels, "select_topk", lambda _, x, k: SPEC.select_topk(x, k - 1))
+    _compiled_obstacle.cache_clear()
+    try:
+        choice = choose(torch.device("cpu"))
+        assert choice.kernels.name == "reference"
+        reasons = {"missing": "numba is missing", "failing": "ZeroDivisionError", "wrong": "disagree"}
+        assert reasons[broken] in choice.reason
+    finally:
+        monkeypatch.undo()
+        _compiled_obstacle.cache_clear()
