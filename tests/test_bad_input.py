@@ -30,7 +30,7 @@ def test_unknown_names_suggest_the_nearest() -> None:
         _alone(reestimate_evry=3)
     with pytest.raises(ConfigError, match="Did you mean 'bfloat16'"):
         _alone(wire="bfloat")
-    with pytest.raises(ConfigError, match="Known: dense"):
+    with pytest.raises(ConfigError, match="Known: auto, dense"):
         _alone(algorithm="zzz")
 
 
