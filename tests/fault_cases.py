@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import sys
@@ -91,6 +92,7 @@ def several_faults() -> dict[str, tuple[str, str, float]]:
 
 def killed(victim: int, at: float) -> tuple[str, str, float]:
     """`kill -9` of one rank, `at` a step (its fraction: how far into the step's backward)."""
+    faulthandler.dump_traceback_later(200)  # if this hangs, say where
     ddp, _ = model_and_reducer()
     death = [0.0]
 
@@ -102,6 +104,7 @@ def killed(victim: int, at: float) -> tuple[str, str, float]:
                 threading.Timer(delay, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
 
     kind, message, _ = caught(lambda: train(ddp, 10_000, die))
+    faulthandler.cancel_dump_traceback_later()
     return kind, message, monotonic() - death[0]
 
 
