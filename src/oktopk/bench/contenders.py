@@ -19,7 +19,7 @@ from oktopk.algorithms import ALGORITHMS
 from oktopk.autotune import AUTO, AutoConfig, trials
 from oktopk.config import WIRES
 from oktopk.errors import ConfigError, nearest
-from oktopk.front_ends.ddp import Fuse, register
+from oktopk.front_ends.ddp import Fuse, HookState, hook
 
 BASELINES = ("floor", "ddp dense", "ddp fp16", "powersgd 1", "powersgd 4")
 OURS = (
@@ -99,7 +99,15 @@ def _powersgd(model: nn.Module, rank: int) -> Attached:
 
 def _ours(model: nn.Module, algorithm: str, wire: str, density: float, cap_mb: int, fuse: Fuse) -> Attached:
     ddp = _ddp(model, cap_mb)
-    reducer = register(ddp, algorithm, density, wire=wire, fuse=fuse)
+    state = HookState(ddp, algorithm, density, wire=wire, fuse=fuse)
+    ddp.register_comm_hook(state, hook)
+    reducer = state.reducer
+
+    def close() -> None:
+        reducer.close()
+        # The hook and its model hold each other through C++, where no garbage collector looks.
+        vars(state).clear()
+
     # DDP changes its buckets after the first step; what is chosen by trying must have been chosen.
     warmup = 2 + (trials(AutoConfig()) if algorithm == AUTO else 0)
     return Attached(
@@ -108,7 +116,7 @@ def _ours(model: nn.Module, algorithm: str, wire: str, density: float, cap_mb: i
         warmup,
         lambda: int(reducer.last_step.bytes_sent),
         lambda: dict(reducer.last_step.seconds),
-        reducer.close,
+        close,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
@@ -116,6 +117,7 @@ def measure(
             if world.rank == 0:
                 world.emit(contender=name, numel=count, density=density, bucket_bytes=buckets << 20, **record)
             del attached, module, loss
+            gc.collect()
 
 
 def _measure_one(
