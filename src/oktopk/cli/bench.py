@@ -6,7 +6,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -245,7 +245,7 @@ def _place(hosts: int, network: str, latency: str, per_host: int) -> Iterator[Pl
     notes = busy_notes()
     with open_place(hosts, Network.parse(network, latency), per_host) as place:
         _say_notes((*place.notes, *notes))
-        yield place
+        yield replace(place, notes=(*place.notes, *notes))
 
 
 def _say_notes(notes: Sequence[str]) -> None:
