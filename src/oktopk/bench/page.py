@@ -17,6 +17,7 @@ from oktopk.bench.targets import Target, targets
 from oktopk.bench.validate import compare, machine_of, scenario_of
 
 STEP_RUNS = ("step-100mbit", "step-1gbit", "step-10gbit", "step-loopback")
+PART_NAMES = (*STEP_RUNS, "allreduce", "scaling", "overlap")
 CLUSTERS = (2, 4, 8, 16, 64, 256, 1024, 10_000)
 StepRun = tuple[Header, list[StepResult]]
 
@@ -24,7 +25,7 @@ StepRun = tuple[Header, list[StepResult]]
 def write_page(docs: Path, command: str) -> Path:
     """Write docs/benchmarks.md and its plots; parts without a run are left out."""
     steps = {name: run for name in STEP_RUNS if (run := _steps(docs / "bench" / f"{name}.jsonl")) is not None}
-    sections = [_intro(docs, command), *_must(docs, steps)]
+    sections = [_intro(docs, command), *_missing(docs), *_must(docs, steps)]
     for name, run in steps.items():
         sections += _step_section(docs, name, *run)
     sections += [*_collective_section(docs), *_scaling_section(docs), *_overlap_section(docs)]
@@ -54,6 +55,15 @@ the step minus the floor, which is the same DDP step with no synchronisation at 
 sends per step, by our own meter and by the kernel's counter of its interface; *CPU* is processor time of one rank per
 step, in all of its threads.
 """
+
+
+def _missing(docs: Path) -> list[str]:
+    """Say which parts have no results: what is not measured must not look as if it were fine."""
+    missing = [name for name in PART_NAMES if not (docs / "bench" / f"{name}.jsonl").is_file()]
+    if not missing:
+        return []
+    listed = ", ".join(f"`{name}`" for name in missing)
+    return [f"Not measured yet: {listed}. `oktopk bench all --only {' '.join(missing)}` adds them.", ""]
 
 
 def _must(docs: Path, steps: Mapping[str, StepRun]) -> list[str]:
