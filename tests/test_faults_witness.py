@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from types import SimpleNamespace
 from typing import Any
 
@@ -70,6 +70,16 @@ def test_when_all_live_the_one_that_reports_nothing_is_late(witnesses: list[Witn
 def test_when_all_live_and_all_report_nobody_is_to_blame(witnesses: list[Witness]) -> None:
     with ThreadPoolExecutor(3) as pool:
         assert list(pool.map(lambda witness: witness.find() or witness.find_late(), witnesses)) == [None] * 3
+
+
+def test_the_rank_that_holds_the_store_waits_until_the_others_have_left(witnesses: list[Witness]) -> None:
+    fault = Fault(1, VANISHED, 5, "exchange")
+    witnesses[0]._holds_store = True
+    with ThreadPoolExecutor(1) as pool:
+        lingering = pool.submit(witnesses[0].linger, fault)
+        assert not wait([lingering], timeout=0.3).done
+        witnesses[2].linger(fault)
+        assert wait([lingering], timeout=2.0).done
 
 
 def test_a_lost_store_is_survived(witnesses: list[Witness], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ class TorchTransport:
         self._ranks = ranks
         self.rank, self.world_size = dist.get_rank(self._group), len(ranks)
         self.device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else torch.device("cpu")
-        self._witness = Witness(self._group, self.rank, self.world_size)
+        self._witness = Witness(self._group, self.rank, self.world_size, holds_store=dist.get_rank() == 0)
 
     def all_reduce_(self, tensor: Tensor, op: Op = "sum") -> Tensor:
         if self.world_size == 1:
@@ -106,6 +106,7 @@ class TorchTransport:
     def abort(self, fault: Fault) -> None:
         self._witness.note(fault)
         self._leave()  # its sockets close with the group, and peers notice
+        self._witness.linger(fault)
 
     def _leave(self) -> None:
         if self._group is not None and dist.is_initialized():

@@ -23,6 +23,7 @@ from oktopk.transport.base import Fault
 
 REACH_SECONDS = 1.0  # to connect to a living rank, or to learn that a connection was to a dying one
 STORE_SECONDS = 2.0
+LINGER_SECONDS = 3.0
 VANISHED = "it vanished (killed, out of memory, its machine gone) or closed its reducer early"
 LATE = "it did not take part in time: it is stuck, or much slower than the others"
 
@@ -30,8 +31,8 @@ LATE = "it did not take part in time: it is stuck, or much slower than the other
 class Witness:
     """One rank's view of who is alive."""
 
-    def __init__(self, group: dist.ProcessGroup, rank: int, world_size: int) -> None:
-        self._rank, self._world_size = rank, world_size
+    def __init__(self, group: dist.ProcessGroup, rank: int, world_size: int, holds_store: bool = False) -> None:
+        self._rank, self._world_size, self._holds_store = rank, world_size, holds_store
         self._listener: socket.socket | None = None
         self._is_store_lost = False  # with the rank that held it
         if world_size == 1:
@@ -59,6 +60,18 @@ class Witness:
                 self._store.compare_set("fault", "", json.dumps(asdict(fault)))
             except RuntimeError:
                 self._is_store_lost = True  # peers find that out as we did
+
+    def linger(self, fault: Fault) -> None:
+        """After leaving: the rank that holds the store waits until the others have read the note in it."""
+        if self._world_size == 1 or self._is_store_lost:
+            return
+        others = [f"left/{peer}" for peer in range(self._world_size) if peer not in (self._rank, fault.rank)]
+        try:
+            self._store.set(f"left/{self._rank}", "")
+            if self._holds_store and others:
+                self._store.wait(others, timedelta(seconds=LINGER_SECONDS))
+        except RuntimeError:
+            return  # it has waited long enough, or the store is gone
 
     def find(self) -> Fault | None:
         """Who failed, by its own note or another's, or who is dead."""
