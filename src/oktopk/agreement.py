@@ -7,12 +7,13 @@ from functools import reduce
 from hashlib import blake2b
 
 import torch
+from torch import Tensor
 
-from oktopk.errors import MismatchError, NonFiniteError, OkTopkError
+from oktopk.errors import MismatchError, NonFiniteError, OkTopkError, UnsupportedError
 from oktopk.feedback import Layout
 from oktopk.transport.base import Transport
 
-_DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _FIELDS = ("names", "shapes", "dtype", "step", "k (density)", "configuration")
 
 
@@ -33,7 +34,7 @@ class Terms:
         compared = [
             _digest("\0".join(name for name, _ in self.layout)),
             _digest(",".join(str(numel) for _, numel in self.layout)),
-            _DTYPES.index(self.dtype) if self.dtype in _DTYPES else -1,
+            FLOATING.index(self.dtype) if self.dtype in FLOATING else -1,
             self.step,
             self.k,
             _digest(self.configuration),
@@ -61,6 +62,20 @@ class Agreement:
 
 
 AGREEMENT_WORDS = len(_FIELDS) + 3
+
+
+def refusal(layout: Layout, flat: Tensor) -> OkTopkError | None:
+    """Why this tensor cannot be reduced, if so. Returned, not raised: the other ranks must hear of it first."""
+    if flat.dtype not in FLOATING:
+        return UnsupportedError(
+            f"cannot reduce {layout[0][0] if layout else 'a tensor'!r} of dtype {flat.dtype}: only float32, float16, "
+            "bfloat16 and float64 can be sparsified. Use torch.distributed.all_reduce for integers, and "
+            "torch.view_as_real for complex tensors."
+        )
+    total = sum(numel for _, numel in layout)
+    if total != flat.numel():
+        return UnsupportedError(f"the layout names {total} entries, but the tensor has {flat.numel()}.")
+    return None
 
 
 def check_terms(mine: Terms, transport: Transport, on_nonfinite: str) -> Agreement:

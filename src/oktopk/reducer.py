@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from oktopk.agreement import Agreement, Terms, check_terms
+from oktopk.agreement import Agreement, Terms, check_terms, refusal
 from oktopk.algorithms import ALGORITHMS, Algorithm
 from oktopk.algorithms.base import less
 from oktopk.algorithms.dense import Dense
@@ -21,7 +21,7 @@ from oktopk.autotune import AUTO, DENSE, AutoConfig, ChosenWire, Decision, Tuner
 from oktopk.collectives import Tools
 from oktopk.communication import Agreed, CommunicationThread
 from oktopk.config import DenseConfig, Density, ReducerConfig, split_options
-from oktopk.errors import CheckpointError, CommunicationError, ConfigError, OkTopkError, UnsupportedError, nearest
+from oktopk.errors import CheckpointError, CommunicationError, ConfigError, OkTopkError, nearest
 from oktopk.feedback import Feedback, Layout, residual_dtype
 from oktopk.grouping import Grouping
 from oktopk.kernels import choose
@@ -35,7 +35,6 @@ from oktopk.wire import Wire
 log = logging.getLogger("oktopk")
 
 T = TypeVar("T")
-FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 _KERNEL_PHASES = {
     "all_finite": "select", "accumulate_": "select", "select_topk": "select", "select_above": "select",
@@ -246,7 +245,7 @@ class Reducer:
 
     def _agree(self, layout: Layout, flat: Tensor, step: int, k: int, unused: frozenset[str]) -> Agreement:
         """Compare notes; raises on every rank when ranks differ, or when one of them has a bad gradient."""
-        fault = _refusal(layout, flat)
+        fault = refusal(layout, flat)
         finite = fault is None and self._tools.kernels.all_finite(flat)
         mine = Terms(layout, flat.dtype, step, k, self._digestible(), finite, fault, unused)
         try:
@@ -380,20 +379,6 @@ class Reducer:
         """What must be the same on all ranks, as text."""
         shared = {name: value for name, value in asdict(self.config).items() if name != "density"}
         return f"{self.algorithm} {self._algorithm_config} {shared}"
-
-
-def _refusal(layout: Layout, flat: Tensor) -> OkTopkError | None:
-    """Why this tensor cannot be reduced, if so. Returned, not raised: the other ranks must hear of it first."""
-    if flat.dtype not in FLOATING:
-        return UnsupportedError(
-            f"cannot reduce {layout[0][0] if layout else 'a tensor'!r} of dtype {flat.dtype}: only float32, float16, "
-            "bfloat16 and float64 can be sparsified. Use torch.distributed.all_reduce for integers, and "
-            "torch.view_as_real for complex tensors."
-        )
-    total = sum(numel for _, numel in layout)
-    if total != flat.numel():
-        return UnsupportedError(f"the layout names {total} entries, but the tensor has {flat.numel()}.")
-    return None
 
 
 def _zero_(layout: Layout, flat: Tensor, names: Collection[str]) -> None:
