@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from datetime import timedelta
+from functools import cached_property
 from time import perf_counter
 from typing import Any, TypeVar, cast
 
@@ -25,10 +26,10 @@ from oktopk.errors import CheckpointError, CommunicationError, ConfigError, OkTo
 from oktopk.feedback import Feedback, Layout, residual_dtype
 from oktopk.grouping import Grouping
 from oktopk.kernels import choose
-from oktopk.metrics import Clock, Sink, StepRecord, merge, timed
+from oktopk.metrics import Clock, Sink, StepRecord, timed
+from oktopk.recording import Recorder, Turn
 from oktopk.schedule import Schedule
 from oktopk.transport import MeteredTransport, Transport, open_transport
-from oktopk.transport.base import all_reduce_bytes
 from oktopk.types import Reduced, SparseVector, Stats
 from oktopk.wire import Wire
 
@@ -89,6 +90,7 @@ class Reducer:
     def _open(self, transport: Transport) -> None:
         self._clock = Clock()
         self._transport = MeteredTransport(transport, self._clock)
+        self._recorder = Recorder(self._transport, self._clock, self._metrics)
         self.rank, self.world_size = transport.rank, transport.world_size
         self.kernels_choice = choose(transport.device)
         kernels = timed(self.kernels_choice.kernels, self._clock, _KERNEL_PHASES)
@@ -109,7 +111,6 @@ class Reducer:
         self._loaded_algorithms: dict[str, Mapping[str, Any]] = {}
         self._steps: dict[str, int] = {}
         self._shapes: dict[str, torch.Size] = {}
-        self._records: list[StepRecord] = []
         self._thread = CommunicationThread(self._transport, lambda: (self.step, self._clock.last))
 
     # -- reducing ------------------------------------------------------------------------------------------------
@@ -160,9 +161,7 @@ class Reducer:
     @property
     def last_step(self) -> StepRecord:
         """All buckets of the latest step as one record."""
-        if not self._records:
-            raise OkTopkError("nothing has been reduced yet: last_step exists after the first reduce.")
-        return merge(self._records)
+        return self._recorder.last_step
 
     @property
     def decisions(self) -> dict[str, Decision]:
@@ -183,23 +182,31 @@ class Reducer:
         return flat
 
     def _reduce_group_(self, layout: Layout, flat: Tensor, unused: frozenset[str]) -> Tensor:
-        self._restart_meters()
-        step = max((self._steps.get(name, 0) for name, _ in layout), default=0)
-        is_sparse = self._is_sparse(step, flat.numel()) and self._follow_tuner(layout)
-        k = self.schedule.k_at(step, flat.numel()) if is_sparse else flat.numel()
-        agreed = self._agree(layout, flat, step, k, unused & {name for name, _ in layout})
-        skip = self._follow_step(step, agreed.skip)
+        self._recorder.restart()
+        names = {name for name, _ in layout}
+        turn = self._begin(layout, flat, unused & names)
+        agreed = self._agree(turn)
+        self.unused = (self.unused - names) | agreed.unused
+        skip = self._follow_step(turn.step, agreed.skip)
         started = perf_counter()  # after the agreement, which waits for the last rank
         if skip:
             reduced = Reduced(flat.fill_(float("nan")), flat, Stats(0, 0))
         else:
-            reduced = self._reduce_used_(layout, flat, k, is_sparse or self._is_rounding_dense(step), agreed.unused)
-        self._steps |= dict.fromkeys((name for name, _ in layout), step + 1)
-        self._record(layout, flat, step, k, is_sparse, reduced, skip)
+            reduced = self._reduce_used_(turn, agreed.unused)
+        self._steps |= dict.fromkeys((name for name, _ in layout), turn.step + 1)
+        self._recorder.take(turn, reduced, self.feedback.norm(layout), skip)
         if self._tuner is not None and flat.numel() >= self.config.min_numel and not skip:
-            way = Way(True, self._tools.wire.values) if is_sparse else DENSE
+            way = Way(True, self._tools.wire.values) if turn.is_sparse else DENSE
             self._tuner.observe(layout, way, perf_counter() - started)
         return flat
+
+    def _begin(self, layout: Layout, flat: Tensor, unused: frozenset[str]) -> Turn:
+        """Decide what to do with a bucket."""
+        step = max((self._steps.get(name, 0) for name, _ in layout), default=0)
+        is_sparse = self._is_sparse(step, flat.numel()) and self._follow_tuner(layout)
+        k = self.schedule.k_at(step, flat.numel()) if is_sparse else flat.numel()
+        with_feedback = is_sparse or self._is_rounding_dense(step)
+        return Turn(layout, flat, step, k, is_sparse, with_feedback, unused)
 
     def _follow_tuner(self, layout: Layout) -> bool:
         """Whether this bucket goes sparse, over the wire format that the tuner chose for it; without one it does."""
@@ -220,19 +227,16 @@ class Reducer:
             self.feedback.undo()
         return step == self._skipped_step
 
-    def _reduce_used_(
-        self, layout: Layout, flat: Tensor, k: int, with_feedback: bool, unused: frozenset[str]
-    ) -> Reduced:
+    def _reduce_used_(self, turn: Turn, unused: frozenset[str]) -> Reduced:
         """Reduce a finite bucket, of which the `unused` parameters take no part."""
-        names = {name for name, _ in layout}
-        self.unused = (self.unused - names) | unused
-        if self.config.on_nonfinite == "skip" and (with_feedback or self.feedback.owes(layout)):
+        layout, flat = turn.layout, turn.flat
+        if self.config.on_nonfinite == "skip" and (turn.with_feedback or self.feedback.owes(layout)):
             self.feedback.remember(layout, flat)
         _zero_(layout, flat, unused)
         with self.feedback.withheld(layout, unused):
-            if with_feedback:
-                return self._reduce_with_feedback_(layout, flat, k)
-            return self._reduce_dense_(layout, flat)
+            if turn.with_feedback:
+                return self._reduce_with_feedback_(turn)
+            return self._reduce_dense_(turn)
 
     def _is_sparse(self, step: int, numel: int) -> bool:
         if self._algorithm_class is Dense or self.schedule.is_warmup(step):
@@ -243,11 +247,12 @@ class Reducer:
         """Dense by choice over a wire that rounds: the rounding error must stay owed. Warm-up is exact."""
         return self._algorithm_class is Dense and self._tools.is_rounding and not self.schedule.is_warmup(step)
 
-    def _agree(self, layout: Layout, flat: Tensor, step: int, k: int, unused: frozenset[str]) -> Agreement:
+    def _agree(self, turn: Turn) -> Agreement:
         """Compare notes; raises on every rank when ranks differ, or when one of them has a bad gradient."""
+        layout, flat = turn.layout, turn.flat
         fault = refusal(layout, flat)
         finite = fault is None and self._tools.kernels.all_finite(flat)
-        mine = Terms(layout, flat.dtype, step, k, self._digestible(), finite, fault, unused)
+        mine = Terms(layout, flat.dtype, turn.step, turn.k, self._digestible, finite, fault, turn.unused)
         try:
             return check_terms(mine, self._transport, self.config.on_nonfinite)
         except (CommunicationError, Agreed):
@@ -255,9 +260,10 @@ class Reducer:
         except OkTopkError as error:
             raise Agreed(error) from error
 
-    def _reduce_with_feedback_(self, layout: Layout, flat: Tensor, k: int) -> Reduced:
-        acc = self.feedback.compensate(layout, flat, k)
-        reduced = self._algorithm_for(layout).reduce(acc, k)
+    def _reduce_with_feedback_(self, turn: Turn) -> Reduced:
+        flat = turn.flat
+        acc = self.feedback.compensate(turn.layout, flat, turn.wanted)
+        reduced = self._algorithm_for(turn.layout).reduce(acc, turn.k)
         sent = reduced.sent
         if isinstance(reduced.mean, SparseVector):
             mean, lost = _rounded(reduced.mean, flat.dtype)
@@ -266,10 +272,11 @@ class Reducer:
             sent = less(sent, lost) if lost is not None and isinstance(sent, SparseVector) else sent
         else:
             flat.copy_(reduced.mean)
-        self.feedback.retain(layout, sent)
+        self.feedback.retain(turn.layout, sent)
         return reduced
 
-    def _reduce_dense_(self, layout: Layout, flat: Tensor) -> Reduced:
+    def _reduce_dense_(self, turn: Turn) -> Reduced:
+        layout, flat = turn.layout, turn.flat
         owes = self.feedback.owes(layout)
         acc = self.feedback.compensate(layout, flat) if owes else flat.to(residual_dtype(flat.dtype))
         reduced = self._dense.reduce(acc, flat.numel())
@@ -287,40 +294,6 @@ class Reducer:
                 algorithm.load_state_dict(saved)
             self._algorithms[layout] = algorithm
         return self._algorithms[layout]
-
-    # -- records -------------------------------------------------------------------------------------------------
-
-    def _restart_meters(self) -> None:
-        self._transport.restart()
-        self._clock.restart()
-
-    def _record(
-        self, layout: Layout, flat: Tensor, step: int, k: int, is_sparse: bool, reduced: Reduced, skipped: bool
-    ) -> None:
-        meter, stats = self._transport, reduced.stats
-        record = StepRecord(
-            step=step,
-            phase="sparse" if is_sparse else "dense",
-            bucket=layout[0][0] if layout else "",
-            numel=flat.numel(),
-            k=k,
-            selected_local=stats.selected_local,
-            selected_global=stats.selected_global,
-            bytes_sent=meter.bytes_sent,
-            bytes_received=meter.bytes_received,
-            dense_bytes=all_reduce_bytes(flat.numel() * flat.element_size(), self.world_size),
-            messages=meter.messages,
-            threshold_local=stats.threshold_local,
-            threshold_global=stats.threshold_global,
-            imbalance=stats.imbalance,
-            residual_norm=self.feedback.norm(layout),
-            seconds=dict(self._clock.seconds),
-            message_sizes=meter.message_sizes,
-            skipped=skipped,
-        )
-        self._records = [r for r in self._records if r.step == step and r.bucket != record.bucket] + [record]
-        if self._metrics is not None:
-            self._metrics(record)
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -375,6 +348,7 @@ class Reducer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @cached_property
     def _digestible(self) -> str:
         """What must be the same on all ranks, as text."""
         shared = {name: value for name, value in asdict(self.config).items() if name != "density"}

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from oktopk.kernels import cpu_loops as loops
-from oktopk.kernels.cpu_simd import WORD
+from oktopk.kernels.cpu_simd import LINE_BYTES, WORD
 from oktopk.kernels.cpu_team import Team
 from oktopk.kernels.reference import ReferenceKernels
 from oktopk.types import SparseVector, index_dtype
 
-SAMPLE = 1 << 18  # entries that tell a threshold; more = fewer candidates, slower sample
+SAMPLE = 1 << 16  # entries that tell a threshold; more = fewer candidates, slower sample
 SHARE = 64  # a sample is at most one of this many entries
 SEED = 0x1E3779B97F4A7C15  # where in its stretch a sampled line lies; any positive int64
 SLACK = 1.25  # room for candidates, as a multiple of k
@@ -126,7 +126,8 @@ class CpuKernels(ReferenceKernels):
         _require_same_size(vector.indices, vector.values)
         _written(out)
         values = (vector.values * scale).to(out.dtype)
-        placed = loops.fill(_bits(out), _numpy(vector.indices), _bits(values))
+        aligned = out.data_ptr() % LINE_BYTES == 0
+        placed = loops.fill(_bits(out), _numpy(vector.indices), _bits(values), aligned)
         if placed < vector.nnz:
             raise IndexError(f"indices must ascend below {out.numel()}; entry {placed} does not.")
         return None

@@ -13,7 +13,17 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from oktopk.kernels.cpu_simd import WORD, leading_zeros, mask_at_least, population, prefetch, trailing_zeros
+from oktopk.kernels.cpu_simd import (
+    LINE_BYTES,
+    WORD,
+    leading_zeros,
+    mask_at_least,
+    population,
+    prefetch,
+    publish,
+    stream_line,
+    trailing_zeros,
+)
 
 DIGIT = 12  # bits a radix pass resolves: 4096 counters stay in the first-level cache
 LINE = 16  # entries a sample takes together: one cache line of float32
@@ -389,15 +399,27 @@ def subtract_at(residual: Any, indices: Any, values: Any) -> Any:
 
 
 @jit
-def fill(out: Any, indices: Any, values: Any) -> Any:
-    """out = values at ascending indices, zero elsewhere; how many entries it could place."""
+def fill(out: Any, indices: Any, values: Any, aligned: bool) -> Any:
+    """out = values at ascending indices, zero elsewhere; how many entries it could place.
+
+    An `aligned` out is written past the caches, which spares reading it first: it is all replaced.
+    """
+    tile = np.zeros(TILE, out.dtype)
+    line = LINE_BYTES // out.itemsize
     at = 0
     for start in range(0, out.size, TILE):
-        stop = min(start + TILE, out.size)
-        out[start:stop] = 0
-        while at < indices.size and start <= indices[at] < stop:
-            out[indices[at]] = values[at]
+        length, first = min(TILE, out.size - start), at
+        while at < indices.size and 0 <= indices[at] - start < length:
+            tile[indices[at] - start] = values[at]
             at += 1
+        whole = length // line * line if aligned else 0
+        for i in range(0, whole, line):
+            stream_line(out, start + i, tile, i)
+        for i in range(whole, length):
+            out[start + i] = tile[i]
+        for i in range(first, at):
+            tile[indices[i] - start] = 0
+    publish()
     return at
 
 

@@ -10,6 +10,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 WORD = 64  # entries compared at once: one bit of a uint64 each
+LINE_BYTES = 64  # of a cache line
 
 _I8, _I16, _I32, _I64 = (ir.IntType(width) for width in (8, 16, 32, 64))
 _LANES = {16: 32, 32: 16, 64: 8}  # bits of an entry -> entries in 512 bits; narrower processors split them
@@ -82,8 +83,39 @@ def prefetch(typing: Any, array: Any, at: Any) -> Any:
     return types.void(array, types.intp), generate
 
 
-def _data(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-    return context.make_array(signature.args[0])(context, builder, args[0]).data
+@intrinsic
+def stream_line(typing: Any, to: Any, at: Any, source: Any, start: Any) -> Any:
+    """Copy a cache line from source[start:] to to[at:], which must be its beginning, without reading it first.
+
+    Other threads see it after `publish`.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        element = context.get_value_type(signature.args[0].dtype)
+        vector = ir.VectorType(element, 8 * LINE_BYTES // element.width)
+        origin = builder.gep(_data(context, builder, signature, args, 2), [args[3]])
+        target = builder.gep(_data(context, builder, signature, args), [args[1]])
+        line = builder.load(builder.bitcast(origin, vector.as_pointer()), align=element.width // 8)
+        store = builder.store(line, builder.bitcast(target, vector.as_pointer()), align=LINE_BYTES)
+        store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(_I32, 1)]))
+        return context.get_dummy_value()
+
+    return types.void(to, types.intp, source, types.intp), generate
+
+
+@intrinsic
+def publish(typing: Any) -> Any:
+    """Wait until everyone can see what `stream_line` wrote."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+def _data(context: Any, builder: Any, signature: Any, args: Any, which: int = 0) -> Any:
+    return context.make_array(signature.args[which])(context, builder, args[which]).data
 
 
 def _splat(builder: Any, scalar: Any, vector: Any) -> Any:

@@ -1,0 +1,82 @@
+"""One bucket on its way through a reducer, and the record that is kept of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from oktopk.errors import OkTopkError
+from oktopk.feedback import Layout
+from oktopk.metrics import Clock, Sink, StepRecord, merge
+from oktopk.transport import MeteredTransport
+from oktopk.transport.base import all_reduce_bytes
+from oktopk.types import Reduced
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What is done with one bucket in one step."""
+
+    layout: Layout
+    flat: Tensor
+    step: int
+    k: int
+    is_sparse: bool
+    with_feedback: bool
+    unused: frozenset[str]  # names that took no part in this rank's backward
+
+    @property
+    def wanted(self) -> int:
+        """How many entries are going to be selected; 0 if all are sent."""
+        return self.k if self.is_sparse else 0
+
+
+class Recorder:
+    """Counts and times what happens between `restart` and `take`, and keeps the records of the latest step."""
+
+    def __init__(self, transport: MeteredTransport, clock: Clock, sink: Sink | None) -> None:
+        self._transport, self._clock, self._sink = transport, clock, sink
+        self._latest: list[StepRecord] = []
+
+    def restart(self) -> None:
+        self._transport.restart()
+        self._clock.restart()
+
+    def take(self, turn: Turn, reduced: Reduced, residual_norm: float, skipped: bool) -> None:
+        """Make the record of a turn and hand it on."""
+        record = self._record(turn, reduced, residual_norm, skipped)
+        others = [r for r in self._latest if r.step == record.step and r.bucket != record.bucket]
+        self._latest = [*others, record]
+        if self._sink is not None:
+            self._sink(record)
+
+    @property
+    def last_step(self) -> StepRecord:
+        """All buckets of the latest step as one record."""
+        if not self._latest:
+            raise OkTopkError("nothing has been reduced yet: last_step exists after the first reduce.")
+        return merge(self._latest)
+
+    def _record(self, turn: Turn, reduced: Reduced, residual_norm: float, skipped: bool) -> StepRecord:
+        meter, stats, flat = self._transport, reduced.stats, turn.flat
+        return StepRecord(
+            step=turn.step,
+            phase="sparse" if turn.is_sparse else "dense",
+            bucket=turn.layout[0][0] if turn.layout else "",
+            numel=flat.numel(),
+            k=turn.k,
+            selected_local=stats.selected_local,
+            selected_global=stats.selected_global,
+            bytes_sent=meter.bytes_sent,
+            bytes_received=meter.bytes_received,
+            dense_bytes=all_reduce_bytes(flat.numel() * flat.element_size(), meter.world_size),
+            messages=meter.messages,
+            threshold_local=stats.threshold_local,
+            threshold_global=stats.threshold_global,
+            imbalance=stats.imbalance,
+            residual_norm=residual_norm,
+            seconds=dict(self._clock.seconds),
+            message_sizes=meter.message_sizes,
+            skipped=skipped,
+        )
