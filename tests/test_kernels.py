@@ -175,12 +175,33 @@ def test_sum_sparse_adds_in_the_given_order(kernels: Kernels) -> None:
     check()
 
 
-def test_intersect_agrees_with_the_specification(kernels: Kernels) -> None:
+def test_common_entries_agree_with_the_specification(kernels: Kernels) -> None:
     @settings(max_examples=100, deadline=None)
-    @given(numel=st.sampled_from([1, 50, 400, 2**33]), seed=st.integers(0, 2**20))
-    def check(numel: int, seed: int) -> None:
-        a, b = (vector.indices for vector in pieces(2, numel, seed))
-        assert torch.equal(kernels.intersect(a, b), SPEC.intersect(a, b))
+    @given(
+        numel=st.sampled_from([1, 50, 400, 2**33]),
+        seed=st.integers(0, 2**20),
+        dtype=st.sampled_from([torch.float32, torch.float64]),
+    )
+    def check(numel: int, seed: int, dtype: torch.dtype) -> None:
+        a, b = pieces(2, numel, seed, dtype)
+        assert_same(kernels.common(a, b.indices), SPEC.common(a, b.indices))
+
+    check()
+
+
+def test_entries_above_a_threshold_agree_with_the_specification(kernels: Kernels) -> None:
+    @settings(max_examples=100, deadline=None)
+    @given(
+        numel=st.sampled_from([1, 50, 400, 2**33]),
+        seed=st.integers(0, 2**20),
+        dtype=st.sampled_from([torch.float32, torch.float64]),
+        rank=st.floats(0, 1),
+    )
+    def check(numel: int, seed: int, dtype: torch.dtype, rank: float) -> None:
+        (vector,) = pieces(1, numel, seed, dtype)
+        magnitudes = sorted([0.0, *vector.values.abs().float().tolist()])
+        threshold = magnitudes[int(rank * (len(magnitudes) - 1))]
+        assert_same(kernels.above(vector, threshold), SPEC.above(vector, threshold))
 
     check()
 

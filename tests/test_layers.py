@@ -31,6 +31,7 @@ ROWS = [
     ["training"],
     ["report", "bench"],
     ["cli"],
+    ["__main__"],
 ]
 # Rooms of one row that lean on each other: metered transport counts into metrics' clock; collectives exchange what
 # partition splits; what is selected, and whether a step is due, are one row's business.

@@ -15,7 +15,7 @@ from oktopk import ALGORITHMS, Reducer
 from oktopk.config import OkTopkConfig
 from oktopk.errors import MismatchError
 from oktopk.kernels import ReferenceKernels, choose
-from oktopk.partition import balanced_bounds, equal_bounds
+from oktopk.partition import balanced_regions, equal_bounds
 from oktopk.selection import winners
 from oktopk.transport import run_world
 from oktopk.types import SparseVector
@@ -63,7 +63,7 @@ def test_region_borders_do_not_overflow_when_n_times_p_passes_2_to_31() -> None:
 
     def work(transport: Any) -> list[int]:
         chosen = torch.arange(numel - 1000, numel, dtype=torch.int64)
-        return balanced_bounds(chosen, numel, transport)
+        return balanced_regions(chosen, numel, transport).bounds
 
     for bounds in run_world(4, work):
         assert bounds[0] == 0 and bounds[-1] == numel

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -28,8 +29,11 @@ def exercise(transport: Transport) -> None:
     for sizes in (None, [source * 3 for source in range(world_size)]):
         gathered = transport.all_gather(_message(rank, 0), sizes)
         assert all(torch.equal(m, _message(source, 0)) for source, m in enumerate(gathered))
-    for in_flight in (1, 2, 10):
-        arrived = list(transport.all_to_all([_message(rank, to) for to in range(world_size)], in_flight))
+    limits = [source * 3 + world_size + 7 for source in range(world_size)]  # more than they will need
+    gathered = transport.all_gather(_message(rank, 0), limits=limits)
+    assert all(torch.equal(m, _message(source, 0)) for source, m in enumerate(gathered))
+    for in_flight, limit in itertools.product((1, 2, 10), (None, limits)):
+        arrived = list(transport.all_to_all([_message(rank, to) for to in range(world_size)], in_flight, limit))
         assert [source for source, _ in arrived] == [(rank - d) % world_size for d in range(world_size)]
         assert all(torch.equal(message, _message(source, rank)) for source, message in arrived)
     assert transport.agree([rank, -rank]) == [[r, -r] for r in range(world_size)]
@@ -140,3 +144,11 @@ def test_a_silent_peer_is_given_up_after_the_timeout() -> None:
     first, _ = start(2, _silent_peer, timeout=40)
     assert first.code == 1
     assert "imed out" in first.output or "imeout" in first.output
+
+
+def test_a_message_beyond_its_limit_is_refused_by_its_sender() -> None:
+    def rank(transport: Transport) -> None:
+        list(transport.all_to_all([torch.zeros(9, dtype=torch.uint8)] * 2, limits=[8, 8]))
+
+    with pytest.raises(AssertionError, match="9 bytes exceeds the 8"):
+        run_world(2, rank)

@@ -374,3 +374,13 @@ def test_decoding_follows_the_written_format() -> None:
     words = struct.unpack_from(f"<{nnz}H", message, 44 + index_bytes)
     values = [struct.unpack("<f", struct.pack("<I", word << 16))[0] for word in words]
     assert values == Wire().unpack(tensor(message)).values.tolist()
+
+
+@pytest.mark.parametrize("values", WIRES)
+@pytest.mark.parametrize("numel", [1, 1000, 2**20, 2**33])
+def test_no_message_is_longer_than_its_limit(values: str, numel: int) -> None:
+    wire = Wire(values)
+    for dtype in (torch.float32, torch.float64):
+        for nnz in {0, 1, min(numel, 300)}:
+            sparse = vector(torch.arange(nnz) * (numel // max(1, nnz)), numel, dtype=dtype)
+            assert wire.pack(sparse).message.numel() <= wire.limit(sparse.nnz, numel, dtype)

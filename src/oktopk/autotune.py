@@ -183,6 +183,9 @@ class ChosenWire:
     def unpack(self, message: Tensor) -> SparseVector:
         return self._now.unpack(message)
 
+    def limit(self, nnz: int, numel: int, dtype: torch.dtype) -> int:
+        return self._now.limit(nnz, numel, dtype)
+
 
 @dataclass
 class _Bucket:

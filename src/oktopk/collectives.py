@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from oktopk.kernels.base import Kernels
-from oktopk.partition import join, split
+from oktopk.partition import Regions, join, split
 from oktopk.transport.base import Transport
 from oktopk.types import SparseVector
 from oktopk.wire import Wire
@@ -39,20 +39,29 @@ class Tools:
     def rank(self) -> int:
         return self.transport.rank
 
+    def limits(self, counts: Sequence[int] | None, like: SparseVector, numel: int = 0) -> list[int] | None:
+        """The longest message each rank can send when it has `counts` entries of a vector like this."""
+        if counts is None:
+            return None
+        return [self.wire.limit(count, max(numel, like.numel), like.values.dtype) for count in counts]
+
 
 def split_and_reduce(
-    chosen: SparseVector, bounds: Sequence[int], in_flight: int, tools: Tools
+    chosen: SparseVector, regions: Regions, in_flight: int, tools: Tools
 ) -> tuple[SparseVector, Tensor]:
     """Send every chosen pair to the owner of its region; the sum over ranks in the own region, and what was sent.
 
     The second result is `chosen.values` as their receivers see them. The own part is not rounded: it does not travel.
     """
+    bounds = regions.bounds
     parts = split(chosen, bounds)
     own = parts[tools.rank]
     packed = [None if part is own else tools.wire.pack(part) for part in parts]
     nothing = torch.empty(0, dtype=torch.uint8, device=tools.transport.device)
     received = [own]
-    for source, message in tools.transport.all_to_all([p.message if p else nothing for p in packed], in_flight):
+    messages = [p.message if p else nothing for p in packed]
+    limits = tools.limits(regions.counts, chosen)
+    for source, message in tools.transport.all_to_all(messages, in_flight, limits):
         if source != tools.rank:
             received.append(tools.wire.unpack(message))
     # In the order of distance, whatever arrived first: the bits of a sum depend on its order.
@@ -71,25 +80,32 @@ def gather_vectors(chosen: SparseVector, tools: Tools) -> tuple[SparseVector, Sp
 
 
 def gather_regions(
-    block: SparseVector, bounds: Sequence[int], tools: Tools, balance_factor: float = inf
+    block: SparseVector,
+    bounds: Sequence[int],
+    tools: Tools,
+    balance_factor: float = inf,
+    counts: Sequence[int] | None = None,
 ) -> tuple[SparseVector, SparseVector, list[int]]:
     """Everyone's block as one vector; what rounding took from the own block; the size of each block.
 
     When the largest block exceeds `balance_factor` times the mean, the blocks are evened out before they are gathered.
+    Saves a round when all know the `counts` of entries in each block already.
     """
     packed = tools.wire.pack(block)
-    announced = tools.transport.agree([block.nnz, packed.message.numel()])
-    counts = [row[0] for row in announced]
+    sizes = None
+    if counts is None:
+        announced = tools.transport.agree([block.nnz, packed.message.numel()])
+        counts, sizes = [row[0] for row in announced], [row[1] for row in announced]
     if max(counts) * tools.world_size > balance_factor * sum(counts):
         even, whole = even_out(block, counts, bounds, tools), [0] * tools.world_size + [bounds[-1]]
         return gather_regions(even, whole, tools)
-    messages = tools.transport.all_gather(packed.message, [row[1] for row in announced])
+    messages = tools.transport.all_gather(packed.message, sizes, tools.limits(counts, block, bounds[-1]))
     blocks = [
         block.with_values(packed.values) if rank == tools.rank else tools.wire.unpack(message)
         for rank, message in enumerate(messages)
     ]
     lost = SparseVector(block.indices + bounds[tools.rank], block.values - packed.values, bounds[-1])
-    return join(blocks, bounds), lost, counts
+    return join(blocks, bounds), lost, list(counts)
 
 
 def even_out(block: SparseVector, sizes: Sequence[int], bounds: Sequence[int], tools: Tools) -> SparseVector:

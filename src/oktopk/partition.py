@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +18,15 @@ def equal_bounds(numel: int, world_size: int) -> list[int]:
     return [numel * rank // world_size for rank in range(world_size + 1)]
 
 
-def balanced_bounds(chosen: Tensor, numel: int, transport: Transport) -> list[int]:
-    """Region borders that give each rank about the same number of chosen coordinates.
+class Regions(NamedTuple):
+    """Who owns what, and how much there is."""
+
+    bounds: list[int]
+    counts: list[int] | None = None  # how many coordinates each rank chose, if they told each other
+
+
+def balanced_regions(chosen: Tensor, numel: int, transport: Transport) -> Regions:
+    """Regions that give each rank about the same number of chosen coordinates.
 
     Each rank tells all others some quantiles of its choice; borders are drawn through the quantiles of all of them.
     Ranks may choose quite different coordinates: a mean of borders would then lie where nobody chose anything.
@@ -28,10 +36,10 @@ def balanced_bounds(chosen: Tensor, numel: int, transport: Transport) -> list[in
     answers = torch.tensor(transport.agree([chosen.numel(), *_quantiles(chosen, marks)]), dtype=torch.int64)
     counts, places = answers[:, 0], answers[:, 1:]
     if int(counts.sum()) == 0:
-        return equal_bounds(numel, world_size)
+        return Regions(equal_bounds(numel, world_size), counts.tolist())
     places, order = places.flatten().sort(stable=True)
     weights = counts.double().repeat_interleave(marks)[order]
-    return [0, *_cut_evenly(places, weights, world_size), numel]
+    return Regions([0, *_cut_evenly(places, weights, world_size), numel], counts.tolist())
 
 
 def _cut_evenly(places: Tensor, weights: Tensor, parts: int) -> list[int]:

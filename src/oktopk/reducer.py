@@ -39,8 +39,8 @@ T = TypeVar("T")
 
 _KERNEL_PHASES = {
     "all_finite": "select", "accumulate_": "select", "select_topk": "select", "select_above": "select",
-    "count_above": "select", "magnitude_histogram": "select", "intersect": "select", "retain_": "select",
-    "sum_sparse": "sum", "fill_": "unpack",
+    "count_above": "select", "magnitude_histogram": "select", "common": "select", "above": "select",
+    "retain_": "select", "sum_sparse": "sum", "fill_": "unpack",
 }  # fmt: skip
 
 

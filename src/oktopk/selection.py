@@ -19,6 +19,8 @@ from oktopk.types import SparseVector, index_dtype
 # The histogram that ranks add up to agree on a global threshold: one bin per power of two, then 512 bins inside one.
 _EXPONENT_SHIFT, _EXPONENTS = 23, 256
 _FINE_SHIFT, _FINE_BINS = 14, 512
+TOLERANCE = 25  # survivors may be k / 25 more or fewer than k: values of 8 bits tie by hundreds, and ties cost a round
+HISTOGRAM_RANKS = 4  # up to so many ranks tell each other their own histograms; more add them up, in one round more
 HISTOGRAM_WORDS = _EXPONENTS + 2 * _FINE_BINS  # at most: the guessed octave, and another when the guess was wrong
 
 
@@ -29,6 +31,7 @@ class Winners:
     kept: SparseVector
     threshold: float
     octave: int  # the power of two the threshold lies in: the guess for the next step
+    counts: list[int] | None = None  # how many each rank kept, if they know of each other
 
 
 def winners(region: SparseVector, k: int, octave: int, numel: int, transport: Transport, kernels: Kernels) -> Winners:
@@ -40,21 +43,18 @@ def winners(region: SparseVector, k: int, octave: int, numel: int, transport: Tr
     histograms = _Histograms(region.values, index_dtype(numel), transport, kernels)
     cut = _agree_on_cut(histograms, k, octave)
     if not cut.excess:
-        return winners_above(region, cut.threshold, cut.octave)
+        return winners_above(region, cut.threshold, cut.octave, kernels, cut.counts)
     reached = _at_least(region.values, cut.threshold)
     tied = (reached & ~_at_least(region.values, cut.next_threshold)).nonzero().flatten()
     reached[tied[_share_of_ties(tied.numel(), cut.wanted, transport) :]] = False
-    return Winners(take(region, reached.nonzero().flatten()), cut.threshold, cut.octave)
+    return Winners(region.at(reached.nonzero().flatten()), cut.threshold, cut.octave)
 
 
-def winners_above(region: SparseVector, threshold: float, octave: int) -> Winners:
+def winners_above(
+    region: SparseVector, threshold: float, octave: int, kernels: Kernels, counts: list[int] | None = None
+) -> Winners:
     """Keep what reaches a threshold that is known already."""
-    return Winners(take(region, _at_least(region.values, threshold).nonzero().flatten()), threshold, octave)
-
-
-def take(vector: SparseVector, positions: Tensor) -> SparseVector:
-    """The entries at these positions of the index list."""
-    return SparseVector(vector.indices[positions], vector.values[positions], vector.numel)
+    return Winners(kernels.above(region, threshold), threshold, octave, counts)
 
 
 @dataclass(frozen=True)
@@ -64,32 +64,39 @@ class _Cut:
     next_threshold: float = 0.0  # upper border of the bin that starts at threshold
     wanted: int = 0  # how many of that bin's entries to take, when it has too many
     excess: bool = False
+    counts: list[int] | None = None  # entries above the threshold on each rank, if their histograms are known
 
 
 def _agree_on_cut(histograms: _Histograms, k: int, octave: int) -> _Cut:
     exponents, fine = histograms.exponents_and_octave(octave)
-    if int(exponents.sum()) <= k:
-        return _Cut(0.0, octave)
-    from_top = exponents.flip(0).cumsum(0).flip(0)
-    found = int((from_top >= k).nonzero().max())
+    from_top = _from_top(exponents)
+    totals = from_top.sum(0)
+    if int(totals[0]) <= k:
+        return _Cut(0.0, octave, counts=histograms.by_rank(from_top[:, 0]))
+    found = int((totals >= k).nonzero().max())
     if found != octave:
         fine = histograms.octave(found)
-    above_octave = int(from_top[found + 1]) if found + 1 < _EXPONENTS else 0
-    return _cut_inside(fine, found, above_octave, k)
+    return _cut_inside(histograms, _from_top(fine) + from_top[:, found + 1 : found + 2], found, k)
 
 
-def _cut_inside(fine: Tensor, octave: int, above_octave: int, k: int) -> _Cut:
+def _cut_inside(histograms: _Histograms, from_top: Tensor, octave: int, k: int) -> _Cut:
     """The border of a fine bin that lets about k through."""
-    from_top = fine.flip(0).cumsum(0).flip(0) + above_octave
-    bin_of = int((from_top >= k).nonzero().max())
-    with_bin, without = int(from_top[bin_of]), int(from_top[bin_of]) - int(fine[bin_of])
+    totals = from_top.sum(0)
+    bin_of = int((totals >= k).nonzero().max())
+    with_bin, without = int(totals[bin_of]), int(totals[bin_of + 1])
     low, high = _bin_border(octave, bin_of), _bin_border(octave, bin_of + 1)
-    slack = max(k // 50, 16)
+    slack = max(k // TOLERANCE, 16)
     if with_bin - k <= slack:
-        return _Cut(low, octave)
+        return _Cut(low, octave, counts=histograms.by_rank(from_top[:, bin_of]))
     if k - without <= slack and without > 0:
-        return _Cut(high, octave)
+        return _Cut(high, octave, counts=histograms.by_rank(from_top[:, bin_of + 1]))
     return _Cut(low, octave, high, k - without, excess=True)
+
+
+def _from_top(counts: Tensor) -> Tensor:
+    """Per row: how many entries lie in each bin or above it; one more column for those above all, of which none are."""
+    above = counts.flip(1).cumsum(1).flip(1)
+    return torch.cat([above, above.new_zeros(above.shape[0], 1)], dim=1)
 
 
 def _share_of_ties(mine: int, wanted: int, transport: Transport) -> int:
@@ -100,7 +107,11 @@ def _share_of_ties(mine: int, wanted: int, transport: Transport) -> int:
 
 @dataclass(frozen=True)
 class _Histograms:
-    """Histograms of the magnitudes in all regions together. Sums that cancelled to zero count nowhere."""
+    """Histograms of the magnitudes in all regions. Sums that cancelled to zero count nowhere.
+
+    One row for each rank, so that everyone knows what each will keep; for many ranks a single row, of their sum: rows
+    of their own would take more bytes than the round that they save is worth.
+    """
 
     values: Tensor
     dtype: torch.dtype  # wide enough for the count of all entries
@@ -109,11 +120,19 @@ class _Histograms:
 
     def exponents_and_octave(self, octave: int) -> tuple[Tensor, Tensor]:
         """Both in one message."""
-        counts = self._summed(torch.cat([self._count(_EXPONENT_SHIFT, 0, _EXPONENTS), self._count_octave(octave)]))
-        return counts[:_EXPONENTS], counts[_EXPONENTS:]
+        counts = self._told(torch.cat([self._count(_EXPONENT_SHIFT, 0, _EXPONENTS), self._count_octave(octave)]))
+        return counts[:, :_EXPONENTS], counts[:, _EXPONENTS:]
 
     def octave(self, octave: int) -> Tensor:
-        return self._summed(self._count_octave(octave))
+        return self._told(self._count_octave(octave))
+
+    def by_rank(self, counts: Tensor) -> list[int] | None:
+        """A column of counts, if it has one of each rank."""
+        return counts.tolist() if self._has_rows else None
+
+    @property
+    def _has_rows(self) -> bool:
+        return self.transport.world_size <= HISTOGRAM_RANKS
 
     def _count_octave(self, octave: int) -> Tensor:
         return self._count(_FINE_SHIFT, octave << (_EXPONENT_SHIFT - _FINE_SHIFT), _FINE_BINS)
@@ -124,8 +143,13 @@ class _Histograms:
             counts[0] -= (self.values == 0).sum()
         return counts
 
-    def _summed(self, counts: Tensor) -> Tensor:
-        return self.transport.all_reduce_(counts.to(self.dtype).to(self.transport.device)).to(torch.int64).cpu()
+    def _told(self, counts: Tensor) -> Tensor:
+        mine = counts.to(self.dtype).to(self.transport.device)
+        if not self._has_rows:
+            return self.transport.all_reduce_(mine).to(torch.int64).cpu()[None]
+        message = mine.view(torch.uint8)
+        rows = self.transport.all_gather(message, [message.numel()] * self.transport.world_size)
+        return torch.stack([row.view(self.dtype) for row in rows]).to(torch.int64).cpu()
 
 
 def _bin_border(octave: int, bin_of: int) -> float:

@@ -27,6 +27,10 @@ class SparseVector:
     def with_values(self, values: Tensor) -> SparseVector:
         return SparseVector(self.indices, values, self.numel)
 
+    def at(self, positions: Tensor) -> SparseVector:
+        """The entries at these positions of the index list."""
+        return SparseVector(self.indices[positions], self.values[positions], self.numel)
+
     @staticmethod
     def empty(numel: int, like: Tensor) -> SparseVector:
         """No coordinates at all, with the dtype and device of `like`."""

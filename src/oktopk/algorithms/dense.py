@@ -8,7 +8,7 @@ from torch import Tensor
 from oktopk.algorithms.base import Stateless
 from oktopk.collectives import Tools, gather_regions, split_and_reduce
 from oktopk.config import DenseConfig
-from oktopk.partition import equal_bounds
+from oktopk.partition import Regions, equal_bounds
 from oktopk.types import Reduced, SparseVector, Stats, index_dtype
 
 
@@ -33,7 +33,7 @@ class Dense(Stateless):
             torch.arange(acc.numel(), dtype=index_dtype(acc.numel()), device=acc.device), acc, acc.numel()
         )
         bounds = equal_bounds(acc.numel(), self._tools.world_size)
-        region, sent = split_and_reduce(everything, bounds, self._tools.world_size, self._tools)
+        region, sent = split_and_reduce(everything, Regions(bounds), self._tools.world_size, self._tools)
         total, lost, _ = gather_regions(region, bounds, self._tools)
         sent = sent.index_add(0, lost.indices.long(), lost.values, alpha=-1)
         return Reduced(total.values / self._tools.world_size, sent, stats)

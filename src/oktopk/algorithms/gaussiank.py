@@ -7,7 +7,7 @@ from torch import Tensor
 from oktopk.algorithms.base import Stateless, less, mean_of
 from oktopk.collectives import Tools, gather_regions, gather_vectors, split_and_reduce
 from oktopk.config import GaussianKConfig
-from oktopk.partition import equal_bounds
+from oktopk.partition import Regions, equal_bounds
 from oktopk.selection import gaussian_select
 from oktopk.types import Reduced, SparseVector, Stats
 
@@ -33,6 +33,6 @@ class GaussianK(Stateless):
 
     def _by_regions(self, chosen: SparseVector) -> tuple[SparseVector, SparseVector]:
         bounds = equal_bounds(chosen.numel, self._tools.world_size)
-        region, values = split_and_reduce(chosen, bounds, self._config.in_flight, self._tools)
+        region, values = split_and_reduce(chosen, Regions(bounds), self._config.in_flight, self._tools)
         total, lost, _ = gather_regions(region, bounds, self._tools)
         return total, less(chosen.with_values(values), lost)

@@ -7,7 +7,6 @@ from torch import Tensor
 from oktopk.algorithms.base import Stateless, less, mean_of
 from oktopk.collectives import Tools
 from oktopk.config import GTopkConfig
-from oktopk.selection import take
 from oktopk.types import Reduced, SparseVector, Stats
 
 
@@ -56,7 +55,7 @@ class GTopk(Stateless):
         positions = kept.indices.long()
         rest = merged.indices.new_ones(merged.nnz).bool()
         rest[positions] = False
-        return take(merged, positions), take(merged, rest.nonzero().flatten()), cut
+        return merged.at(positions), merged.at(rest.nonzero().flatten()), cut
 
     def _tell_down(self, partial: SparseVector) -> tuple[SparseVector, list[SparseVector]]:
         message, total, lost = None, partial, []

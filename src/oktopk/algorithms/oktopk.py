@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -10,9 +11,9 @@ from torch import Tensor
 from oktopk.algorithms.base import less, mean_of
 from oktopk.collectives import Tools, gather_regions, split_and_reduce
 from oktopk.config import OkTopkConfig
-from oktopk.partition import balanced_bounds, region_loads
+from oktopk.partition import Regions, balanced_regions, region_loads
 from oktopk.schedule import is_due
-from oktopk.selection import ReusedThreshold, Winners, take, winners, winners_above
+from oktopk.selection import ReusedThreshold, Winners, winners, winners_above
 from oktopk.types import Reduced, SparseVector, Stats
 
 
@@ -36,16 +37,15 @@ class OkTopk:
         # 1. Choose locally.
         chosen, threshold = self._choose(acc, k)
         # 2. Agree on regions that hold equally many of the chosen coordinates.
-        bounds = self._regions(chosen)
+        regions = self._regions(chosen)
         # 3. Send each coordinate to the rank that owns its region, and sum there.
-        region, values = split_and_reduce(chosen, bounds, self._config.in_flight, tools)
+        region, values = split_and_reduce(chosen, regions, self._config.in_flight, tools)
         # 4. Keep the global winners.
         won = self._win(region, k, acc.numel())
         # 5. Tell everyone, after evening the blocks out if one is far longer than the mean.
-        total, lost, sizes = gather_regions(won.kept, bounds, tools, self._config.balance_factor)
+        total, lost, sizes = gather_regions(won.kept, regions.bounds, tools, self._config.balance_factor, won.counts)
         # 6. An entry leaves this rank only if this rank chose it and it survived globally.
-        survived = tools.kernels.intersect(chosen.indices, total.indices)
-        sent = less(take(chosen.with_values(values), survived), lost)
+        sent = less(tools.kernels.common(chosen.with_values(values), total.indices), lost)
         self._step += 1
         imbalance = max(sizes) * len(sizes) / max(1, sum(sizes))
         stats = Stats(chosen.nnz, total.nnz, threshold, won.threshold, imbalance)
@@ -56,11 +56,13 @@ class OkTopk:
             return self._local.select(acc, k, self._tools.kernels)
         return self._tools.kernels.select_topk(acc, k)
 
-    def _regions(self, chosen: SparseVector) -> list[int]:
+    def _regions(self, chosen: SparseVector) -> Regions:
         is_stale = not self._bounds or is_due(self._step, self._config.repartition_every)
-        if is_stale or self._is_lopsided(chosen):
-            self._bounds = balanced_bounds(chosen.indices, chosen.numel, self._tools.transport)
-        return self._bounds
+        if not is_stale and not self._is_lopsided(chosen):
+            return Regions(self._bounds)
+        regions = balanced_regions(chosen.indices, chosen.numel, self._tools.transport)
+        self._bounds = regions.bounds
+        return regions
 
     def _is_lopsided(self, chosen: SparseVector) -> bool:
         """Whether the regions of an earlier step would give one rank so much that it breaks the bound."""
@@ -69,11 +71,11 @@ class OkTopk:
 
     def _win(self, region: SparseVector, k: int, numel: int) -> Winners:
         if self._config.threshold == "reused" and k < numel and not self._global.is_due(k):
-            won = winners_above(region, self._global.value, self._octave)
-            count = sum(row[0] for row in self._tools.transport.agree([won.kept.nnz]))
-            if count and not self._global.is_too_many(count, k):
-                self._global.nudge(count, k)
-                return won
+            won = winners_above(region, self._global.value, self._octave, self._tools.kernels)
+            counts = [row[0] for row in self._tools.transport.agree([won.kept.nnz])]
+            if sum(counts) and not self._global.is_too_many(sum(counts), k):
+                self._global.nudge(sum(counts), k)
+                return replace(won, counts=counts)
         won = winners(region, k, self._octave, numel, self._tools.transport, self._tools.kernels)
         self._octave = won.octave
         self._global.renew(won.threshold, k)

@@ -7,7 +7,6 @@ from torch import Tensor
 from oktopk.algorithms.base import Stateless, mean_of
 from oktopk.collectives import Tools, gather_vectors
 from oktopk.config import TopkAConfig
-from oktopk.selection import take
 from oktopk.types import Reduced, SparseVector, Stats
 
 
@@ -27,7 +26,7 @@ class TopkA(Stateless):
         cut = 0.0
         if self._config.global_cut and total.nnz > k:
             kept, cut = self._tools.kernels.select_topk(total.values, k)
-            total = take(total, kept.indices.long())
-            sent = take(sent, self._tools.kernels.intersect(sent.indices, total.indices))
+            total = total.at(kept.indices.long())
+            sent = self._tools.kernels.common(sent, total.indices)
         stats = Stats(chosen.nnz, total.nnz, threshold, cut)
         return Reduced(mean_of(total, self._tools.world_size), sent, stats)

@@ -8,7 +8,7 @@ from torch import Tensor
 from oktopk.algorithms.base import Stateless, less, mean_of
 from oktopk.collectives import Tools, gather_regions, split_and_reduce
 from oktopk.config import TopkDSAConfig
-from oktopk.partition import equal_bounds
+from oktopk.partition import Regions, equal_bounds
 from oktopk.types import Reduced, SparseVector, Stats
 
 
@@ -23,7 +23,7 @@ class TopkDSA(Stateless):
         chosen, threshold = self._tools.kernels.select_topk(acc, k)
         # 2. Send each coordinate to the rank that owns its region, and sum there.
         bounds = equal_bounds(acc.numel(), self._tools.world_size)
-        region, values = split_and_reduce(chosen, bounds, self._config.in_flight, self._tools)
+        region, values = split_and_reduce(chosen, Regions(bounds), self._config.in_flight, self._tools)
         # 3. Tell everyone all of it.
         total, lost, sizes = gather_regions(_dense_if_smaller(region), bounds, self._tools)
         sent = less(chosen.with_values(values), lost)

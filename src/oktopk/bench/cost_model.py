@@ -11,7 +11,7 @@ from math import ceil, log2
 from oktopk.agreement import AGREEMENT_WORDS
 from oktopk.config import GaussianKConfig
 from oktopk.errors import ConfigError, nearest
-from oktopk.selection import HISTOGRAM_WORDS
+from oktopk.selection import HISTOGRAM_RANKS, HISTOGRAM_WORDS
 from oktopk.transport.base import SIZE_BYTES
 from oktopk.types import index_dtype
 from oktopk.wire import HEADER_BYTES
@@ -79,8 +79,13 @@ class _Shape:
         return count * (HEADER_BYTES + 2 * SIZE_BYTES + 64)
 
     @property
+    def has_histograms(self) -> bool:
+        """Whether each rank learns the histogram of every other, and with it the sizes of their blocks."""
+        return self.p <= HISTOGRAM_RANKS
+
+    @property
     def histogram_bytes(self) -> float:
-        return 2 * HISTOGRAM_WORDS * index_dtype(self.n).itemsize
+        return (self.p - 1 if self.has_histograms else 2) * HISTOGRAM_WORDS * index_dtype(self.n).itemsize
 
 
 def _dense(s: _Shape) -> tuple[float, float, int, int]:
@@ -113,7 +118,8 @@ def _oktopk(s: _Shape) -> tuple[float, float, int, int]:
     words = 3 * s.pair_words * min(s.k, s.n) * s.share
     agreements = (16 * 2 + 8 * (1 + 1024 // s.p + 4)) * (s.p - 1)
     overhead = s.message_overhead(3 * (s.p - 1)) + s.histogram_bytes + agreements + 32 * s.pair_words * WORD
-    return words, overhead, 11 * (s.p - 1), 9
+    rounds = 4 if s.has_histograms else 6  # quantiles, pairs, histogram (to and fro), sizes, blocks
+    return words, overhead, rounds * (s.p - 1), rounds
 
 
 _MODELS = {

@@ -210,7 +210,8 @@ class _Bench:
             "count_above": lambda: kernels.count_above(self.start, threshold),
             "magnitude_histogram of k": lambda: kernels.magnitude_histogram(chosen.values, 16, 0, 1 << 15),
             "sum_sparse of 8 x k/8": lambda: kernels.sum_sparse(lists),
-            "intersect of k and k": lambda: kernels.intersect(chosen.indices, chosen.indices),
+            "common of k and k": lambda: kernels.common(chosen, chosen.indices),
+            "above of k": lambda: kernels.above(chosen, 0.0),
             "retain_": lambda: kernels.retain_(self.residual, chosen),
             "fill_": lambda: kernels.fill_(self.residual, chosen, 0.5),
         }

@@ -13,7 +13,7 @@ from oktopk.errors import ConfigError
 from oktopk.workloads import workload_classes
 
 WIDTH = 1024
-BATCH = 4  # few samples: gradients as large as the model, little arithmetic, so the network is what is measured
+BATCH = 2  # few samples: gradients as large as the model, little arithmetic, so the network is what is measured
 
 Step = tuple[nn.Module, Callable[[nn.Module], Tensor]]  # a model, and the loss of it on the next batch
 

@@ -57,6 +57,7 @@ class ByStep:
         self._reducer = reducer
         self._position = {name: position for position, name in enumerate(names.values())}
         self._buckets: list[tuple[Bucket, Future]] = []
+        self._vectors: dict[torch.dtype, Tensor] = {}  # made once: fresh memory costs more than the copy into it
 
     def take(self, bucket: Bucket) -> Future:
         if bucket.is_first:
@@ -75,8 +76,15 @@ class ByStep:
         parts = [part for _, part in pieces]
         layout = [(name, part.numel()) for name, part in pieces]
         unused = frozenset[str]().union(*(bucket.unused for bucket, _ in buckets))
-        done = self._reducer.submit(layout, torch.cat(parts), unused)
+        done = self._reducer.submit(layout, self._joined(parts), unused)
         done.add_done_callback(lambda done: _hand_back(done, parts, [future for _, future in buckets]))
+
+    def _joined(self, parts: list[Tensor]) -> Tensor:
+        vector = self._vectors.get(parts[0].dtype)
+        if vector is None or vector.numel() != sum(part.numel() for part in parts):
+            vector = self._vectors[parts[0].dtype] = torch.cat(parts)
+            return vector
+        return torch.cat(parts, out=vector)
 
 
 def _hand_back(done: Future, parts: Sequence[Tensor], futures: Sequence[Future]) -> None:

@@ -56,8 +56,12 @@ class Kernels(Protocol):
         """The sum over the union of indices, added in the given order. One vector comes back as it is."""
         ...
 
-    def intersect(self, a: Tensor, b: Tensor) -> Tensor:
-        """int64 positions in `a` of the entries that are in `b` too; both ascending and without repetition."""
+    def common(self, vector: SparseVector, indices: Tensor) -> SparseVector:
+        """The entries of `vector` whose index is in `indices` too; both ascending and without repetition."""
+        ...
+
+    def above(self, vector: SparseVector, threshold: float) -> SparseVector:
+        """The non-zero entries of a sparse vector whose magnitude, rounded to float32, reaches `threshold`."""
         ...
 
     def retain_(self, residual: Tensor, sent: SparseVector) -> float:

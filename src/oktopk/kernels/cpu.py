@@ -105,10 +105,20 @@ class CpuKernels(ReferenceKernels):
         values = torch.cat([vector.values for vector in vectors]).numpy()
         return self._sum(indices, values, ends, vectors[0].numel)
 
-    def intersect(self, a: Tensor, b: Tensor) -> Tensor:
-        positions = self._buffer("positions", np.int64, a.numel() + 1)
-        count = loops.intersect(_numpy(a), _numpy(b), positions)
-        return torch.from_numpy(positions[:count].copy())
+    def common(self, vector: SparseVector, indices: Tensor) -> SparseVector:
+        _require_same_size(vector.indices, vector.values)
+        kept, bits = self._room_for(vector)
+        count = loops.common(_numpy(vector.indices), _bits(vector.values), _numpy(indices), kept, bits)
+        return _vector(vector, kept[:count], bits[:count])
+
+    def above(self, vector: SparseVector, threshold: float) -> SparseVector:
+        if vector.values.dtype != torch.float32:
+            return super().above(vector, threshold)
+        _require_same_size(vector.indices, vector.values)
+        kept, bits = self._room_for(vector)
+        key = _key(threshold, vector.values.dtype)
+        count = loops.keep_at_least(_numpy(vector.indices), _bits(vector.values), key, kept, bits)
+        return _vector(vector, kept[:count], bits[:count])
 
     def retain_(self, residual: Tensor, sent: SparseVector) -> float:
         if residual.dtype not in _FLOATS or not residual.is_contiguous():
@@ -125,7 +135,7 @@ class CpuKernels(ReferenceKernels):
             return super().fill_(out, vector, scale)
         _require_same_size(vector.indices, vector.values)
         _written(out)
-        values = (vector.values * scale).to(out.dtype)
+        values = (vector.values if scale == 1.0 else vector.values * scale).to(out.dtype)
         aligned = out.data_ptr() % LINE_BYTES == 0
         placed = loops.fill(_bits(out), _numpy(vector.indices), _bits(values), aligned)
         if placed < vector.nnz:
@@ -219,6 +229,13 @@ class CpuKernels(ReferenceKernels):
             raise IndexError("indices of vectors to sum must ascend from 0 on, each once per vector.")
         return SparseVector(torch.from_numpy(union[:count]), torch.from_numpy(total[:count]), numel)
 
+    def _room_for(self, vector: SparseVector) -> tuple[np.ndarray, np.ndarray]:
+        """New arrays for the entries of a vector, and one more."""
+        return (
+            np.empty(vector.nnz + 1, _numpy(vector.indices).dtype),
+            np.empty(vector.nnz + 1, _BITS[vector.values.itemsize][1]),
+        )
+
     def _room(self, x: Tensor, size: int, keep: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """Buffers for `size` candidates of x; the first `keep` entries survive growth."""
         self._candidates = None
@@ -279,10 +296,11 @@ def _bits(x: Tensor) -> np.ndarray:
     return x.detach().contiguous().view(signed).numpy().view(unsigned)
 
 
-def _vector(source: Tensor, indices: np.ndarray, bits: np.ndarray) -> SparseVector:
-    signed, _ = _BITS[source.itemsize]
-    values = torch.from_numpy(bits).view(signed).view(source.dtype)
-    return SparseVector(torch.from_numpy(indices), values, source.numel())
+def _vector(source: Tensor | SparseVector, indices: np.ndarray, bits: np.ndarray) -> SparseVector:
+    """Entries of `source`, from their indices and bit patterns."""
+    dtype, numel = (source.dtype, source.numel()) if isinstance(source, Tensor) else (source.values.dtype, source.numel)
+    values = torch.from_numpy(bits).view(_BITS[dtype.itemsize][0]).view(dtype)
+    return SparseVector(torch.from_numpy(indices), values, numel)
 
 
 def _key(threshold: float, dtype: torch.dtype) -> np.uint64:

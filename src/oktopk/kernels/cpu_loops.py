@@ -370,15 +370,27 @@ def _flush(base: int, words: int, sums: Any, touched: Any, to_indices: Any, to_v
 
 
 @jit
-def intersect(a: Any, b: Any, positions: Any) -> Any:
-    """Positions in `a` of what is in `b` too; both ascending. `positions` has room for one more than a's entries."""
+def common(indices: Any, values: Any, others: Any, to_indices: Any, to_values: Any) -> Any:
+    """Copy the entries whose index is in `others` too; both ascending. There is room for one more than all of them."""
     i, j, count = 0, 0, 0
-    while i < a.size and j < b.size:
-        left, right = a[i], b[j]
-        positions[count] = i
+    while i < indices.size and j < others.size:
+        left, right = indices[i], others[j]
+        to_indices[count] = left
+        to_values[count] = values[i]
         count += left == right
         i += left <= right
         j += right <= left
+    return count
+
+
+@jit
+def keep_at_least(indices: Any, bits: Any, key: Any, to_indices: Any, to_bits: Any) -> Any:
+    """Copy the entries whose key reaches `key`; there is room for one more than all of them."""
+    magnitude, count = _magnitude(bits), 0
+    for i in range(bits.size):
+        to_indices[count] = indices[i]
+        to_bits[count] = bits[i]
+        count += bits[i] & magnitude >= key
     return count
 
 

@@ -55,11 +55,15 @@ class ReferenceKernels:
             values[torch.searchsorted(indices, vector.indices)] += vector.values
         return SparseVector(indices, values, vectors[0].numel)
 
-    def intersect(self, a: Tensor, b: Tensor) -> Tensor:
-        if b.numel() == 0:
-            return torch.empty(0, dtype=torch.int64, device=a.device)
-        at = torch.searchsorted(b, a).clamp_(max=b.numel() - 1)
-        return (b[at] == a).nonzero().flatten()
+    def common(self, vector: SparseVector, indices: Tensor) -> SparseVector:
+        if indices.numel() == 0:
+            return vector.at(torch.empty(0, dtype=torch.int64, device=indices.device))
+        at = torch.searchsorted(indices, vector.indices).clamp_(max=indices.numel() - 1)
+        return vector.at((indices[at] == vector.indices).nonzero().flatten())
+
+    def above(self, vector: SparseVector, threshold: float) -> SparseVector:
+        reached = (vector.values.abs().float() >= threshold) & (vector.values != 0)
+        return vector.at(reached.nonzero().flatten())
 
     def retain_(self, residual: Tensor, sent: SparseVector) -> float:
         touched = sent.indices.long().unique()

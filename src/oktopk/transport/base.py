@@ -39,15 +39,23 @@ class Transport(Protocol):
         """Replace `tensor` by its sum (or maximum) over ranks, the same bits on all of them."""
         ...
 
-    def all_gather(self, message: Tensor, sizes: Sequence[int] | None = None) -> list[Tensor]:
-        """Every rank's message (uint8, any length), by rank. Saves a round when all know the `sizes` already."""
+    def all_gather(
+        self, message: Tensor, sizes: Sequence[int] | None = None, limits: Sequence[int] | None = None
+    ) -> list[Tensor]:
+        """Every rank's message (uint8, any length), by rank.
+
+        Saves a round when all know the `sizes` already, or at least that no rank's exceeds its limit.
+        """
         ...
 
-    def all_to_all(self, messages: Sequence[Tensor], in_flight: int = 4) -> Iterator[tuple[int, Tensor]]:
+    def all_to_all(
+        self, messages: Sequence[Tensor], in_flight: int = 4, limits: Sequence[int] | None = None
+    ) -> Iterator[tuple[int, Tensor]]:
         """Send `messages[r]` to each rank r; yield (source, message): own first, then rank - 1, rank - 2, ...
 
         At most `in_flight` peers are served at once, and the next ones are under way while the caller works on these.
-        The caller must exhaust the iterator.
+        The caller must exhaust the iterator. Saves a round when it is known that no message of rank r exceeds
+        `limits[r]`.
         """
         ...
 
@@ -70,6 +78,13 @@ class Transport(Protocol):
     def find_fault(self) -> Fault | None:
         """After a verb failed here: which rank is to blame, if one is."""
         ...
+
+
+def require_within(limits: Sequence[int] | None, rank: int, messages: Sequence[Tensor]) -> None:
+    """A sender that breaks its word would overrun the buffers of its receivers."""
+    longest = max(message.numel() for message in messages)
+    if limits is not None and longest > limits[rank]:
+        raise AssertionError(f"a message of {longest} bytes exceeds the {limits[rank]} that were announced")
 
 
 def all_reduce_bytes(nbytes: int, world_size: int) -> int:

@@ -33,18 +33,22 @@ class MeteredTransport:
         with self._clock.phase("exchange"):
             return self.inner.all_reduce_(tensor, op)
 
-    def all_gather(self, message: Tensor, sizes: Sequence[int] | None = None) -> list[Tensor]:
+    def all_gather(
+        self, message: Tensor, sizes: Sequence[int] | None = None, limits: Sequence[int] | None = None
+    ) -> list[Tensor]:
         with self._clock.phase("gather"):
-            gathered = self.inner.all_gather(message, sizes)
+            gathered = self.inner.all_gather(message, sizes, limits)
         extra = 0 if sizes is not None else SIZE_BYTES
         received = sum(other.numel() + extra for rank, other in enumerate(gathered) if rank != self.rank)
         self._count("all_gather", [message.numel() + extra] * (self.world_size - 1), received)
         return gathered
 
-    def all_to_all(self, messages: Sequence[Tensor], in_flight: int = 4) -> Iterator[tuple[int, Tensor]]:
+    def all_to_all(
+        self, messages: Sequence[Tensor], in_flight: int = 4, limits: Sequence[int] | None = None
+    ) -> Iterator[tuple[int, Tensor]]:
         others = [m.numel() + SIZE_BYTES for r, m in enumerate(messages) if r != self.rank]
         self._count("all_to_all", others, 0)
-        arriving = self.inner.all_to_all(messages, in_flight)
+        arriving = self.inner.all_to_all(messages, in_flight, limits)
         while True:
             with self._clock.phase("exchange"):
                 pair = next(arriving, None)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from oktopk.errors import CommunicationError, PeerError
-from oktopk.transport.base import Fault, Op
+from oktopk.transport.base import Fault, Op, require_within
 
 T = TypeVar("T")
 
@@ -44,10 +44,16 @@ class ThreadTransport:
             total = total + part if op == "sum" else torch.maximum(total, part)
         return tensor.copy_(total)
 
-    def all_gather(self, message: Tensor, sizes: Sequence[int] | None = None) -> list[Tensor]:
+    def all_gather(
+        self, message: Tensor, sizes: Sequence[int] | None = None, limits: Sequence[int] | None = None
+    ) -> list[Tensor]:
+        require_within(limits, self.rank, [message])
         return [part.clone() for part in self._share(message.clone())]
 
-    def all_to_all(self, messages: Sequence[Tensor], in_flight: int = 4) -> Iterator[tuple[int, Tensor]]:
+    def all_to_all(
+        self, messages: Sequence[Tensor], in_flight: int = 4, limits: Sequence[int] | None = None
+    ) -> Iterator[tuple[int, Tensor]]:
+        require_within(limits, self.rank, messages)
         offered = self._share([message.clone() for message in messages])
         for distance in range(self.world_size):
             source = (self.rank - distance) % self.world_size

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from oktopk.errors import CommunicationError, ConfigError, OkTopkError
-from oktopk.transport.base import DIRECT_BYTES, Fault, Op
+from oktopk.transport.base import DIRECT_BYTES, SIZE_BYTES, Fault, Op, require_within
 from oktopk.transport.witness import Witness
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -51,16 +51,34 @@ class TorchTransport:
         dist.all_reduce(tensor, _OPS[op], group=self._group)
         return tensor
 
-    def all_gather(self, message: Tensor, sizes: Sequence[int] | None = None) -> list[Tensor]:
-        if sizes is None:
-            sizes = self._exchange_sizes([message.numel()] * self.world_size)
-        gathered = [message] * self.world_size
-        for source, other in self._rotate([message] * self.world_size, sizes, self.world_size):
-            gathered[source] = other
-        return gathered
+    def all_gather(
+        self, message: Tensor, sizes: Sequence[int] | None = None, limits: Sequence[int] | None = None
+    ) -> list[Tensor]:
+        messages = [message] * self.world_size
+        if sizes is not None:
+            arriving = self._rotate(messages, sizes, self.world_size)
+        else:
+            arriving = self.all_to_all(messages, self.world_size, limits)
+        gathered = dict(arriving)
+        return [gathered[rank] for rank in range(self.world_size)]
 
-    def all_to_all(self, messages: Sequence[Tensor], in_flight: int = 4) -> Iterator[tuple[int, Tensor]]:
-        return self._rotate(messages, self._exchange_sizes([message.numel() for message in messages]), in_flight)
+    def all_to_all(
+        self, messages: Sequence[Tensor], in_flight: int = 4, limits: Sequence[int] | None = None
+    ) -> Iterator[tuple[int, Tensor]]:
+        if limits is None or self.device.type != "cpu":  # NCCL wants to know the exact length
+            return self._rotate(messages, self._exchange_sizes([message.numel() for message in messages]), in_flight)
+        require_within(limits, self.rank, messages)
+        return self._rotate_framed(messages, limits, in_flight)
+
+    def _rotate_framed(
+        self, messages: Sequence[Tensor], limits: Sequence[int], in_flight: int
+    ) -> Iterator[tuple[int, Tensor]]:
+        """As `_rotate` of messages that carry their own length: Gloo fills the front of a buffer that is longer."""
+        framed = {id(message): _framed(message) for message in messages}
+        sizes = [SIZE_BYTES + limit for limit in limits]
+        for source, frame in self._rotate([framed[id(message)] for message in messages], sizes, in_flight):
+            size = int(frame[:SIZE_BYTES].view(torch.int64))
+            yield source, frame[SIZE_BYTES : SIZE_BYTES + size]
 
     def _rotate(self, messages: Sequence[Tensor], sizes: Sequence[int], in_flight: int) -> Iterator[tuple[int, Tensor]]:
         """Send to rank + 1, + 2, ... and receive from rank - 1, - 2, ...: no rank is everybody's target at once."""
@@ -133,27 +151,27 @@ class TorchTransport:
         self, messages: Sequence[Tensor], sizes: Sequence[int], distances: range
     ) -> tuple[list[dist.Work], list[tuple[int, Tensor]]]:
         """Start sending to rank + d and receiving from rank - d for each distance d."""
-        operations: list[dist.P2POp] = []
+        outgoing: list[tuple[int, Tensor]] = []
         incoming: list[tuple[int, Tensor]] = []
         for distance in distances:
             to, source = (self.rank + distance) % self.world_size, (self.rank - distance) % self.world_size
-            received = torch.empty(sizes[source], dtype=torch.uint8, device=self.device)
-            incoming.append((source, received))
-            if messages[to].numel():
-                operations.append(dist.P2POp(dist.isend, messages[to], self._ranks[to], self._group))
-            if sizes[source]:
-                operations.append(dist.P2POp(dist.irecv, received, self._ranks[source], self._group))
+            outgoing.append((to, messages[to]))
+            incoming.append((source, torch.empty(sizes[source], dtype=torch.uint8, device=self.device)))
+        return self._start(outgoing, incoming), incoming
+
+    def _start(self, outgoing: Sequence[tuple[int, Tensor]], incoming: Sequence[tuple[int, Tensor]]) -> list[dist.Work]:
+        """Start to send and to receive what is not empty, from and to ranks of the group."""
+        sends = [dist.P2POp(dist.isend, m, self._ranks[to], self._group) for to, m in outgoing if m.numel()]
+        receives = [dist.P2POp(dist.irecv, m, self._ranks[source], self._group) for source, m in incoming if m.numel()]
         with _speaking():
-            return dist.batch_isend_irecv(operations) if operations else [], incoming
+            return dist.batch_isend_irecv(sends + receives) if sends or receives else []
 
     def _swap(self, outgoing: Tensor | None, to: int | None, incoming: Tensor | None, source: int | None) -> None:
-        operations = []
-        if outgoing is not None and to is not None and outgoing.numel():
-            operations.append(dist.P2POp(dist.isend, outgoing, self._ranks[to], self._group))
-        if incoming is not None and source is not None and incoming.numel():
-            operations.append(dist.P2POp(dist.irecv, incoming, self._ranks[source], self._group))
+        sends = [(to, outgoing)] if outgoing is not None and to is not None else []
+        receives = [(source, incoming)] if incoming is not None and source is not None else []
+        works = self._start(sends, receives)
         with _speaking():
-            for work in dist.batch_isend_irecv(operations) if operations else []:
+            for work in works:
                 work.wait()
 
     def _all_reduce_directly_(self, tensor: Tensor, op: Op) -> Tensor:
@@ -178,6 +196,11 @@ def _speaking() -> Iterator[None]:
         raise
     except RuntimeError as error:
         raise CommunicationError(str(error)) from error
+
+
+def _framed(message: Tensor) -> Tensor:
+    size = torch.tensor([message.numel()], dtype=torch.int64).view(torch.uint8)
+    return torch.cat([size, message])
 
 
 def _windows(world_size: int, in_flight: int) -> Iterator[range]:

@@ -53,6 +53,13 @@ class Wire:
             message = _pack_raw(vector, encoded)
         return Packed(message, encoded.seen)
 
+    def limit(self, nnz: int, numel: int, dtype: torch.dtype) -> int:
+        """The most bytes that a message of so many entries can have."""
+        raw = 8 if numel > 2**31 - 1 else 4  # of an index: any other coding is chosen only if it is shorter
+        exact = value_codecs.FLOAT64 if dtype == torch.float64 else value_codecs.FLOAT32
+        codec = exact if self._value_codec == value_codecs.FLOAT32 else self._value_codec
+        return HEADER_BYTES + raw * nnz + value_codecs.nbytes(codec, nnz)
+
     def unpack(self, message: Tensor) -> SparseVector:
         """The vector that a message holds; float64 if it was packed from float64, else float32."""
         header = Header.from_bytes(_head(message))
