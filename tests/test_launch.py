@@ -22,6 +22,8 @@ from trainings import plain_kernels as plain_kernels
 
 pytestmark = [pytest.mark.usefixtures("plain_kernels"), pytest.mark.timeout(400)]
 TESTS = Path(__file__).parent
+# Beside the interpreter when it came as a wheel, else wherever the system has it.
+MPIRUN = shutil.which("mpirun", path=str(Path(sys.executable).parent)) or shutil.which("mpirun")
 
 
 @pytest.mark.parametrize(
@@ -190,20 +192,11 @@ def test_the_same_command_joins_the_world_of_torchrun(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("mpirun") is None, reason="Open MPI is not installed: there is no mpirun")
+@pytest.mark.skipif(MPIRUN is None, reason="Open MPI is not installed: there is no mpirun")
 def test_the_same_command_joins_the_world_of_mpirun(tmp_path: Path) -> None:
     words = ["train", TOY, "--runs", str(tmp_path), "--name", "run", "--no-tensorboard"]
-    command = [
-        "mpirun",
-        "--allow-run-as-root",
-        "--oversubscribe",
-        "-np",
-        "2",
-        sys.executable,
-        "-m",
-        "oktopk.cli",
-        *words,
-    ]
+    start = [str(MPIRUN), "--allow-run-as-root", "--oversubscribe", "-np", "2"]
+    command = [*start, sys.executable, "-m", "oktopk.cli", *words]
     ended = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr
     assert "2 workers" in ended.stdout
