@@ -31,6 +31,7 @@ AUTO = "auto"
 PROBE_BYTES = 64 * 1024  # to each peer: long enough to feel the bandwidth, short enough for slow links
 HOPELESS = 3.0  # dense is not tried when the link alone would take this many times as long as the best sparse way
 HABIT = 0.97  # a new way must be this much faster than the one in use
+COARSER = 0.9  # a coarser wire format must be this much faster than a finer one: trials are noisy, and it rounds more
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class AutoConfig:
     """How the fastest way is looked for."""
 
     wires: tuple[str, ...] = ("float32", "bfloat16", "int8")  # value formats to try; fewer = shorter trials
-    trial_steps: int = 3  # timed steps per way, after one that warms up; more = surer, longer trials
+    trial_steps: int = 5  # timed steps per way, after one that warms up; more = surer, longer trials
     recheck_every: int = 2000  # steps between trials; smaller = quicker to notice a changed network, more trials
 
     def __post_init__(self) -> None:
@@ -206,7 +207,10 @@ def _fastest(slowest: Mapping[Way, float], current: Decision | None) -> Way:
     best = min(slowest, key=lambda way: slowest[way])
     if current is not None and current.way in slowest and slowest[best] > HABIT * slowest[current.way]:
         return current.way
-    return best
+    if not best.is_sparse:
+        return best
+    # As they are listed, the finest first.
+    return next(way for way in slowest if way.is_sparse and slowest[best] > COARSER * slowest[way])
 
 
 def _name(layout: Layout) -> str:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from oktopk.bench.cluster import Place
@@ -78,10 +79,10 @@ def describe_machine() -> dict[str, Any]:
 
 def busy_notes() -> tuple[str, ...]:
     """What a reader must know when other programs compute on this machine. Ask before the ranks start."""
-    load, cores = os.getloadavg()[0], os.cpu_count() or 1
-    if load < 0.5 * cores:
+    busy = psutil.cpu_percent(interval=0.5)  # not the load average: it remembers the benchmark before this one
+    if busy < 10.0:
         return ()
-    return (f"the machine was not idle: load average {load:.1f} on {cores} cores before the ranks started",)
+    return (f"the machine was not idle: {busy:.0f}% of its cores were busy before the ranks started",)
 
 
 def _processor() -> str:
