@@ -56,7 +56,7 @@ class Relocate:
 
     Example:
       oktopk data an4 synth-an4:40 --out manifests
-      oktopk data relocate manifests/train.csv --root .
+      oktopk data relocate manifests/train.csv --root ~/.cache/oktopk
     """
 
     manifest: Annotated[Path, tyro.conf.Positional]  # CSV file of `wav,txt` rows
