@@ -26,12 +26,11 @@ ROWS = [
         "recording",
     ],
     ["algorithms"],
-    ["reducer", "checkpoint", "autotune"],
+    ["reducer", "allreduce", "checkpoint", "autotune"],
     ["front_ends", "workloads"],
     ["training"],
     ["report", "bench"],
     ["cli"],
-    ["__main__"],
 ]
 # Rooms of one row that lean on each other: metered transport counts into metrics' clock; collectives exchange what
 # partition splits; what is selected, and whether a step is due, are one row's business.
@@ -44,6 +43,7 @@ SIBLINGS = {
     ("grouping", "feedback"),
     ("recording", "feedback"),
     ("checkpoint", "reducer"),
+    ("allreduce", "reducer"),
     ("reducer", "autotune"),
     ("autotune", "reducer"),
 }

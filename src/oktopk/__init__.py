@@ -7,6 +7,7 @@
 """
 
 from oktopk.algorithms import ALGORITHMS
+from oktopk.allreduce import sparse_allreduce
 from oktopk.checkpoint import RankState, load, save
 from oktopk.config import PAPER_BERT, PAPER_LSTM, PAPER_VGG
 from oktopk.errors import OkTopkError
@@ -15,7 +16,7 @@ from oktopk.front_ends.fsdp import register_fsdp
 from oktopk.front_ends.optimizer import DistributedOptimizer
 from oktopk.front_ends.world import init_process_group
 from oktopk.metrics import StepRecord
-from oktopk.reducer import Reducer, sparse_allreduce
+from oktopk.reducer import Reducer
 from oktopk.schedule import exponential_warmup
 from oktopk.types import Reduced, SparseVector
 

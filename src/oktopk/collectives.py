@@ -39,11 +39,9 @@ class Tools:
     def rank(self) -> int:
         return self.transport.rank
 
-    def limits(self, counts: Sequence[int] | None, like: SparseVector, numel: int = 0) -> list[int] | None:
-        """The longest message each rank can send when it has `counts` entries of a vector like this."""
-        if counts is None:
-            return None
-        return [self.wire.limit(count, max(numel, like.numel), like.values.dtype) for count in counts]
+    def limits(self, counts: Sequence[int] | None, numel: int, dtype: torch.dtype) -> list[int] | None:
+        """The longest message each rank can send when it has `counts` entries of vectors of up to `numel`."""
+        return None if counts is None else [self.wire.limit(count, numel, dtype) for count in counts]
 
 
 def split_and_reduce(
@@ -60,7 +58,7 @@ def split_and_reduce(
     nothing = torch.empty(0, dtype=torch.uint8, device=tools.transport.device)
     received = [own]
     messages = [p.message if p else nothing for p in packed]
-    limits = tools.limits(regions.counts, chosen)
+    limits = tools.limits(regions.counts, chosen.numel, chosen.values.dtype)
     for source, message in tools.transport.all_to_all(messages, in_flight, limits):
         if source != tools.rank:
             received.append(tools.wire.unpack(message))
@@ -98,8 +96,8 @@ def gather_regions(
         counts, sizes = [row[0] for row in announced], [row[1] for row in announced]
     if max(counts) * tools.world_size > balance_factor * sum(counts):
         even, whole = even_out(block, counts, bounds, tools), [0] * tools.world_size + [bounds[-1]]
-        return gather_regions(even, whole, tools)
-    messages = tools.transport.all_gather(packed.message, sizes, tools.limits(counts, block, bounds[-1]))
+        return gather_regions(even, whole, tools, counts=[b - a for a, b in pairwise(_shares(counts))])
+    messages = tools.transport.all_gather(packed.message, sizes, tools.limits(counts, bounds[-1], block.values.dtype))
     blocks = [
         block.with_values(packed.values) if rank == tools.rank else tools.wire.unpack(message)
         for rank, message in enumerate(messages)
@@ -113,10 +111,9 @@ def even_out(block: SparseVector, sizes: Sequence[int], bounds: Sequence[int], t
 
     Blocks stay in the order of indices.
     """
-    start, total = sum(sizes[: tools.rank]), sum(sizes)
+    start = sum(sizes[: tools.rank])
     low, numel = bounds[tools.rank], bounds[-1]
-    shares = [total * rank // tools.world_size for rank in range(tools.world_size + 1)]
-    cuts = [min(max(share - start, 0), block.nnz) for share in shares]
+    cuts = [min(max(share - start, 0), block.nnz) for share in _shares(sizes)]
     moved = [
         tools.exact.pack(SparseVector(block.indices[a:b] + low, block.values[a:b], numel)).message
         for a, b in pairwise(cuts)
@@ -125,3 +122,8 @@ def even_out(block: SparseVector, sizes: Sequence[int], bounds: Sequence[int], t
     for source, message in tools.transport.all_to_all(moved):
         pieces[source] = tools.exact.unpack(message)
     return join([pieces[rank] for rank in range(tools.world_size)], [0] * tools.world_size + [numel])
+
+
+def _shares(sizes: Sequence[int]) -> list[int]:
+    """Where each rank's equal share of all entries begins, and where the last ends."""
+    return [sum(sizes) * rank // len(sizes) for rank in range(len(sizes) + 1)]

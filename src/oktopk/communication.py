@@ -7,11 +7,13 @@ import queue
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
 import torch
+from torch import Tensor
 
 from oktopk.errors import CommunicationError, OkTopkError, PeerError
 from oktopk.transport.base import Fault, Transport
@@ -58,10 +60,15 @@ class CommunicationThread:
         self._thread.start()
         atexit.register(self._at_exit)
 
-    def submit(self, work: Callable[[], T], device: torch.device) -> torch.futures.Future[T]:
-        """Do it later; the future holds what `work` returns, or raises what it raised."""
-        # Devices with streams must be declared.
-        return self._put(_Job(work, torch.futures.Future(devices=[device] if device.type == "cuda" else None))).future
+    def submit(self, work: Callable[[], T], tensor: Tensor) -> torch.futures.Future[T]:
+        """Do it later, when `tensor` has been written; the future holds what `work` returns, or what it raised."""
+        turn = _after_writes_to(tensor)
+
+        def waiting() -> T:
+            with turn():
+                return work()
+
+        return self._put(_Job(waiting, future_on(tensor.device))).future
 
     def run(self, work: Callable[[], T]) -> T:
         """Do it now, after all that was submitted before."""
@@ -122,6 +129,30 @@ class CommunicationThread:
         error = getattr(sys, "last_value", None)
         if error is not None and self._error is None:
             self._transport.abort(Fault(self._transport.rank, _text(error), self._where()[0], "training"))
+
+
+def _after_writes_to(flat: Tensor) -> Callable[[], AbstractContextManager[None]]:
+    """A context that begins when the device has written `flat` and ends when it has done so again.
+
+    It is for the communication thread. On the CPU there is nothing to wait for.
+    """
+    if not flat.is_cuda:
+        return nullcontext
+    ready = torch.cuda.current_stream(flat.device).record_event()
+
+    @contextmanager
+    def turn() -> Iterator[None]:
+        with torch.cuda.device(flat.device):
+            torch.cuda.current_stream().wait_event(ready)
+            yield
+            torch.cuda.current_stream().synchronize()
+
+    return turn
+
+
+def future_on(device: torch.device) -> torch.futures.Future[Any]:
+    """A future for something on `device`: torch wants to know devices that have streams."""
+    return torch.futures.Future(devices=[device] if device.type == "cuda" else None)
 
 
 def _text(error: BaseException) -> str:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from functools import cached_property
@@ -130,13 +129,7 @@ class Reducer:
         which must be the same on all ranks. `unused` names parameters that took no part in this rank's backward: one
         that is unused on every rank keeps its residual, and its mean is zero.
         """
-        wait = _after_writes_to(flat)
-
-        def work() -> Tensor:
-            with wait():
-                return self._reduce_(layout, flat, frozenset(unused))
-
-        return self._thread.submit(work, flat.device)
+        return self._thread.submit(lambda: self._reduce_(layout, flat, frozenset(unused)), flat)
 
     def communicate(self, work: Callable[[Transport], T]) -> T:
         """Run `work(transport)` on the communication thread, after all that was submitted. Every rank must do it."""
@@ -362,25 +355,6 @@ def _zero_(layout: Layout, flat: Tensor, names: Collection[str]) -> None:
                 part.zero_()
 
 
-def _after_writes_to(flat: Tensor) -> Callable[[], AbstractContextManager[None]]:
-    """A context that begins when the device has written `flat` and ends when it has done so again.
-
-    It is for the communication thread. On the CPU there is nothing to wait for.
-    """
-    if not flat.is_cuda:
-        return nullcontext
-    ready = torch.cuda.current_stream(flat.device).record_event()
-
-    @contextmanager
-    def turn() -> Iterator[None]:
-        with torch.cuda.device(flat.device):
-            torch.cuda.current_stream().wait_event(ready)
-            yield
-            torch.cuda.current_stream().synchronize()
-
-    return turn
-
-
 def _rounded(mean: SparseVector, dtype: torch.dtype) -> tuple[SparseVector, SparseVector | None]:
     """The mean as `dtype` can hold it, and what that leaves over."""
     if mean.values.dtype == dtype:
@@ -392,34 +366,3 @@ def _rounded(mean: SparseVector, dtype: torch.dtype) -> tuple[SparseVector, Spar
 
 def _key(layout: Layout) -> str:
     return ",".join(f"{name}:{numel}" for name, numel in layout)
-
-
-def sparse_allreduce(
-    tensor: Tensor, density: float = 0.01, algorithm: str = "oktopk", group: Any = None, **options: Any
-) -> Reduced:
-    """Reduce one tensor once, with nothing owed before.
-
-    `mean` has the shape and dtype of `tensor`; `sent` is what left this rank, so `tensor - sent.to_dense()` (flat) is
-    what a caller who reduces again should add to the next tensor.
-
-    >>> import torch, oktopk
-    >>> reduced = oktopk.sparse_allreduce(torch.tensor([3.0, -1.0, 0.5, 0.1]), density=0.5, min_numel=0)
-    >>> reduced.mean
-    tensor([ 3., -1.,  0.,  0.])
-    """
-    with Reducer(algorithm, density, group, **options) as reducer:
-        mean = reducer.reduce("tensor", tensor)
-        residual = reducer.residuals().get("tensor", torch.zeros_like(mean, dtype=residual_dtype(tensor.dtype)))
-        sent = tensor.detach().to(residual.dtype).reshape(-1) - residual.reshape(-1)
-        indices = sent.nonzero().flatten()
-        return Reduced(mean, SparseVector(indices, sent[indices], tensor.numel()), _stats(reducer.last_step))
-
-
-def _stats(record: StepRecord) -> Stats:
-    return Stats(
-        record.selected_local,
-        record.selected_global,
-        record.threshold_local,
-        record.threshold_global,
-        record.imbalance,
-    )

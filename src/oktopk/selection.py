@@ -20,7 +20,7 @@ from oktopk.types import SparseVector, index_dtype
 _EXPONENT_SHIFT, _EXPONENTS = 23, 256
 _FINE_SHIFT, _FINE_BINS = 14, 512
 TOLERANCE = 25  # survivors may be k / 25 more or fewer than k: values of 8 bits tie by hundreds, and ties cost a round
-HISTOGRAM_RANKS = 4  # up to so many ranks tell each other their own histograms; more add them up, in one round more
+HISTOGRAM_RANKS = 4  # up to so many ranks tell each other their own histograms; more add them up, in two rounds more
 HISTOGRAM_WORDS = _EXPONENTS + 2 * _FINE_BINS  # at most: the guessed octave, and another when the guess was wrong
 
 

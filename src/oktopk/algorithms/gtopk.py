@@ -21,9 +21,8 @@ class GTopk(Stateless):
         self._tools = tools
 
     def reduce(self, acc: Tensor, k: int) -> Reduced:
-        # 1. Choose locally. Kept apart: every merge chooses again.
-        picked, threshold = self._tools.kernels.select_topk(acc, k)
-        chosen = SparseVector(picked.indices.clone(), picked.values.clone(), picked.numel)
+        # 1. Choose locally.
+        chosen, threshold = self._tools.kernels.select_topk(acc, k)
         # 2. Merge up the tree, k at every node; what a node drops or rounds it still owes.
         partial, owed, cut = self._merge_up(chosen, k)
         # 3. Tell everyone what arrived at the root, down the same tree.

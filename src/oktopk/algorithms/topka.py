@@ -7,7 +7,7 @@ from torch import Tensor
 from oktopk.algorithms.base import Stateless, mean_of
 from oktopk.collectives import Tools, gather_vectors
 from oktopk.config import TopkAConfig
-from oktopk.types import Reduced, SparseVector, Stats
+from oktopk.types import Reduced, Stats
 
 
 class TopkA(Stateless):
@@ -17,9 +17,8 @@ class TopkA(Stateless):
         self._config, self._tools = config, tools
 
     def reduce(self, acc: Tensor, k: int) -> Reduced:
-        # 1. Choose locally. Kept apart: the cut below chooses again.
-        picked, threshold = self._tools.kernels.select_topk(acc, k)
-        chosen = SparseVector(picked.indices.clone(), picked.values.clone(), picked.numel)
+        # 1. Choose locally.
+        chosen, threshold = self._tools.kernels.select_topk(acc, k)
         # 2. Tell everyone, and sum in the order of ranks.
         total, sent = gather_vectors(chosen, self._tools)
         # 3. Optionally keep only the k largest sums.

@@ -12,9 +12,10 @@ from torch import nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
+from oktopk.communication import future_on
 from oktopk.config import Density
 from oktopk.errors import ConfigError, UnsupportedError
-from oktopk.front_ends.fusing import Bucket, ByBucket, ByStep, Fusing, Future, future_on
+from oktopk.front_ends.fusing import Bucket, ByBucket, ByStep, Fusing, Future
 from oktopk.front_ends.names import names_of
 from oktopk.reducer import Reducer
 from oktopk.transport import ThreadWorld

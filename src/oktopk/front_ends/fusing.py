@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from oktopk.communication import future_on
 from oktopk.reducer import Reducer
 
 Pairs = Sequence[tuple[str, int]]
@@ -101,8 +102,3 @@ def _hand_back(done: Future, parts: Sequence[Tensor], futures: Sequence[Future])
             future.set_exception(error)  # type: ignore[arg-type]  # torch types it as the result
         else:
             future.set_result(vector)
-
-
-def future_on(device: torch.device) -> Future:
-    """A future for a tensor on `device`: torch wants to know devices that have streams."""
-    return torch.futures.Future(devices=[device] if device.type == "cuda" else None)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from oktopk.kernels import cpu_loops as loops
+from oktopk.kernels import cpu_sparse as sparse
 from oktopk.kernels.cpu_simd import LINE_BYTES, WORD
 from oktopk.kernels.cpu_team import Team
 from oktopk.kernels.reference import ReferenceKernels
@@ -90,7 +91,7 @@ class CpuKernels(ReferenceKernels):
 
     def magnitude_histogram(self, values: Tensor, shift: int, first: int, bins: int) -> Tensor:
         counts = np.zeros(bins, np.int64)
-        loops.histogram(_bits(values.float()), shift, first, counts)
+        sparse.histogram(_bits(values.float()), shift, first, counts)
         return torch.from_numpy(counts)
 
     def sum_sparse(self, vectors: Sequence[SparseVector]) -> SparseVector:
@@ -108,7 +109,7 @@ class CpuKernels(ReferenceKernels):
     def common(self, vector: SparseVector, indices: Tensor) -> SparseVector:
         _require_same_size(vector.indices, vector.values)
         kept, bits = self._room_for(vector)
-        count = loops.common(_numpy(vector.indices), _bits(vector.values), _numpy(indices), kept, bits)
+        count = sparse.common(_numpy(vector.indices), _bits(vector.values), _numpy(indices), kept, bits)
         return _vector(vector, kept[:count], bits[:count])
 
     def above(self, vector: SparseVector, threshold: float) -> SparseVector:
@@ -117,7 +118,7 @@ class CpuKernels(ReferenceKernels):
         _require_same_size(vector.indices, vector.values)
         kept, bits = self._room_for(vector)
         key = _key(threshold, vector.values.dtype)
-        count = loops.keep_at_least(_numpy(vector.indices), _bits(vector.values), key, kept, bits)
+        count = sparse.keep_at_least(_numpy(vector.indices), _bits(vector.values), key, kept, bits)
         return _vector(vector, kept[:count], bits[:count])
 
     def retain_(self, residual: Tensor, sent: SparseVector) -> float:
@@ -125,7 +126,7 @@ class CpuKernels(ReferenceKernels):
             return super().retain_(residual, sent)
         _require_same_size(sent.indices, sent.values)
         _written(residual)
-        change = loops.subtract_at(_numpy(residual), _numpy(sent.indices), _numpy(sent.values))
+        change = sparse.subtract_at(_numpy(residual), _numpy(sent.indices), _numpy(sent.values))
         if np.isnan(change):
             raise IndexError(f"sent names entries outside of a residual of {residual.numel()}.")
         return float(change)
@@ -137,7 +138,7 @@ class CpuKernels(ReferenceKernels):
         _written(out)
         values = (vector.values if scale == 1.0 else vector.values * scale).to(out.dtype)
         aligned = out.data_ptr() % LINE_BYTES == 0
-        placed = loops.fill(_bits(out), _numpy(vector.indices), _bits(values), aligned)
+        placed = sparse.fill(_bits(out), _numpy(vector.indices), _bits(values), aligned)
         if placed < vector.nnz:
             raise IndexError(f"indices must ascend below {out.numel()}; entry {placed} does not.")
         return None
@@ -219,11 +220,11 @@ class CpuKernels(ReferenceKernels):
         return _vector(candidates.source, indices, values), _magnitude_of(int(kth), candidates.source.dtype)
 
     def _sum(self, indices: np.ndarray, values: np.ndarray, ends: np.ndarray, numel: int) -> SparseVector:
-        sums = self._buffer("sums", values.dtype, loops.WINDOW)
-        touched = self._buffer("touched", np.uint64, loops.WINDOW // WORD)
+        sums = self._buffer("sums", values.dtype, sparse.WINDOW)
+        touched = self._buffer("touched", np.uint64, sparse.WINDOW // WORD)
         cursors = np.concatenate([[0], ends[:-1]])
         union, total = np.empty(indices.size + WORD, indices.dtype), np.empty(indices.size + WORD, values.dtype)
-        count = loops.sum_windows(indices, values, cursors, ends, sums, touched, union, total)
+        count = sparse.sum_windows(indices, values, cursors, ends, sums, touched, union, total)
         if count < 0:
             self._buffers.clear()  # half a sum is left in them
             raise IndexError("indices of vectors to sum must ascend from 0 on, each once per vector.")

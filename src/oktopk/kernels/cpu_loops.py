@@ -1,4 +1,4 @@
-"""The compiled loops behind `CpuKernels`. Arrays are one-dimensional and contiguous.
+"""The compiled scans behind `CpuKernels`: adding, comparing, choosing. Arrays are one-dimensional and contiguous.
 
 Selection works on bit patterns (uint16, uint32 or uint64 views): without their sign, floats are ordered as their bits
 are, so one loop serves every dtype. A "key" is such a pattern without its sign, as uint64; key 1 is the smallest
@@ -13,30 +13,16 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from oktopk.kernels.cpu_simd import (
-    LINE_BYTES,
-    WORD,
-    leading_zeros,
-    mask_at_least,
-    population,
-    prefetch,
-    publish,
-    stream_line,
-    trailing_zeros,
-)
+from oktopk.kernels.cpu_simd import WORD, leading_zeros, mask_at_least, population, prefetch, trailing_zeros
 
 DIGIT = 12  # bits a radix pass resolves: 4096 counters stay in the first-level cache
 LINE = 16  # entries a sample takes together: one cache line of float32
 TILE = 2048  # entries worked on while they are in the first-level cache
 STREAMS = 8  # places a plain scan reads at the same time
-WINDOW = 1 << 15  # entries of the index space that sum_windows covers at once
 UNASKED = 4  # indices of a word written without looking how many it has
 FAR = 1024  # entries that a scan asks for in advance
-AHEAD = 24  # scattered accesses asked for in advance
 
 _ONE = np.uint64(1)
-_NONE = np.int64(-(2**63))
-_LAST = np.int64(2**63 - 1)
 _ALL = np.uint64(0xFFFFFFFFFFFFFFFF)
 
 
@@ -68,7 +54,7 @@ def any_at_least(bits: Any, key: Any) -> Any:
                 found |= mask_at_least(bits, at + stream * stretch, key)
         if found:
             return True
-    magnitude, found = _magnitude(bits), np.uint64(0)
+    magnitude, found = magnitude_mask(bits), np.uint64(0)
     for at in range(STREAMS * stretch, bits.size):
         found |= np.uint64(bits[at] & magnitude >= key)
     return found > 0
@@ -81,7 +67,7 @@ def count_at_least(bits: Any, key: Any) -> Any:
     count = 0
     for at in range(0, whole, WORD):
         count += population(mask_at_least(bits, at, key))
-    magnitude = _magnitude(bits)
+    magnitude = magnitude_mask(bits)
     for at in range(whole, bits.size):
         count += bits[at] & magnitude >= key
     return count
@@ -113,7 +99,7 @@ def compact(bits: Any, start: int, stop: int, key: Any, indices: Any, values: An
             for line in range(FAR, FAR + WORD, LINE):
                 prefetch(bits, at + line)
             word = mask_at_least(bits, at, key) if length == WORD else _tail_mask(bits, at, end, key)
-            count = _append(word, at, indices, count)
+            count = append_places(word, at, indices, count)
             at += length
         for i in range(first, count):
             values[i] = bits[indices[i]]
@@ -148,7 +134,7 @@ def accumulate_compact(
             else:
                 total += accumulate(residual[at:end], grad[at:end])
                 word = _tail_mask(bits, at, end, key)
-            count = _append(word, at, indices, count)
+            count = append_places(word, at, indices, count)
             at += length
         for i in range(first, count):
             values[i] = bits[indices[i]]
@@ -156,7 +142,7 @@ def accumulate_compact(
 
 
 @jit
-def _append(word: Any, base: int, indices: Any, count: int) -> Any:
+def append_places(word: Any, base: int, indices: Any, count: int) -> Any:
     """Write base + i for every set bit i. The first ones go out unasked: a branch on each would be a coin toss."""
     found = population(word)
     for i in range(UNASKED):
@@ -170,7 +156,7 @@ def _append(word: Any, base: int, indices: Any, count: int) -> Any:
 
 @jit
 def _tail_mask(bits: Any, start: int, stop: int, key: Any) -> Any:
-    word, magnitude = np.uint64(0), _magnitude(bits)
+    word, magnitude = np.uint64(0), magnitude_mask(bits)
     for i in range(stop - start):
         word |= np.uint64(bits[start + i] & magnitude >= key) << np.uint64(i)
     return word
@@ -213,7 +199,7 @@ def keep_largest(indices: Any, values: Any, count: int, k: int, counters: Any, t
     if count == 0 or k < 1:
         return 0, np.uint64(0)
     kth, ties = kth_largest(values, count, min(k, count), counters)
-    kept, magnitude = 0, _magnitude(values)
+    kept, magnitude = 0, magnitude_mask(values)
     for i in range(count):
         key = values[i] & magnitude
         tied = key == kth
@@ -229,7 +215,7 @@ def keep_largest(indices: Any, values: Any, count: int, k: int, counters: Any, t
 @jit
 def kth_largest(values: Any, count: int, k: int, counters: Any) -> Any:
     """The k-th largest key of values[:count], and how many of the k largest equal it. A radix search, no sort."""
-    magnitude = _magnitude(values)
+    magnitude = magnitude_mask(values)
     low, high = magnitude, np.uint64(0)
     for i in range(count):
         key = values[i] & magnitude
@@ -250,7 +236,7 @@ def kth_largest(values: Any, count: int, k: int, counters: Any) -> Any:
 
 @jit
 def _count_digits(values: Any, count: int, prefix: Any, shift: int, width: int, counters: Any) -> Any:
-    magnitude, digits = _magnitude(values), np.uint64((1 << width) - 1)
+    magnitude, digits = magnitude_mask(values), np.uint64((1 << width) - 1)
     counters[: 1 << width] = 0
     for i in range(count):
         shifted = (values[i] & magnitude) >> np.uint64(shift)
@@ -263,7 +249,7 @@ def sample(bits: Any, seed: int, keys: Any) -> Any:
     """Keys of one cache line of each equal stretch, at a seeded place in it; how many keys that gave."""
     lines = bits.size // LINE
     wanted = min(keys.size // LINE, lines)
-    state, magnitude, ratio = np.uint64(seed), _magnitude(bits), lines / max(1, wanted)
+    state, magnitude, ratio = np.uint64(seed), magnitude_mask(bits), lines / max(1, wanted)
     for stretch in range(wanted):
         state = _scramble(state)
         at = _line_in(stretch, ratio, lines, state) * LINE
@@ -304,138 +290,6 @@ def _line_in(stretch: int, ratio: float, lines: int, state: Any) -> Any:
 
 
 @jit
-def histogram(bits: Any, shift: int, first: int, counts: Any) -> Any:
-    """Add to counts[i] how many keys, shifted right by `shift`, are first + i."""
-    magnitude = _magnitude(bits)
-    for i in range(bits.size):
-        place = np.int64((bits[i] & magnitude) >> np.uint64(shift)) - first
-        if 0 <= place < counts.size:
-            counts[place] += 1
-
-
-@jit
-def sum_windows(
-    indices: Any, values: Any, cursors: Any, ends: Any, sums: Any, touched: Any, to_indices: Any, to_values: Any
-) -> Any:
-    """Sum ascending lists: list s is indices[cursors[s]:ends[s]] with its values.
-
-    Returns the length of the union, -1 if a list does not ascend. The index space is crossed in windows whose sums fit
-    the cache, each list adding in turn, so every sum is formed in the order of the lists. `sums` [WINDOW] and `touched`
-    [WINDOW / WORD] must come zero, and are left so; to_indices and to_values need room for a word more than is needed.
-    """
-    count = 0
-    while True:
-        base = _next_index(indices, cursors, ends)
-        if base < 0:
-            return count if base == _NONE else -1
-        base -= base % WORD
-        words: Any = 0
-        for source in range(cursors.size):
-            start, place = cursors[source], np.int64(-1)
-            here, there = indices[start : ends[source]], values[start : ends[source]]
-            at = 0
-            while at < here.size and here[at] < base + WINDOW:
-                before, place = place, np.int64(here[at]) - base
-                if place <= before:
-                    return -1
-                sums[place] += there[at]
-                touched[place >> 6] |= _ONE << np.uint64(place & 63)
-                at += 1
-            cursors[source] = start + at
-            words = max(words, (place >> 6) + 1)
-        count = _flush(base, words, sums, touched, to_indices, to_values, count)
-
-
-@jit
-def _next_index(indices: Any, cursors: Any, ends: Any) -> Any:
-    lowest = _LAST
-    for source in range(cursors.size):
-        if cursors[source] < ends[source]:
-            lowest = min(lowest, np.int64(indices[cursors[source]]))
-    return lowest if lowest < _LAST else _NONE
-
-
-@jit
-def _flush(base: int, words: int, sums: Any, touched: Any, to_indices: Any, to_values: Any, count: int) -> Any:
-    """Append the sums of a window, and leave it zero. Needs room for a word more than there are."""
-    first = count
-    for i in range(words):
-        count = _append(touched[i], base + i * WORD, to_indices, count)
-        touched[i] = 0
-    for i in range(first, count):
-        place = to_indices[i] - base
-        to_values[i] = sums[place]
-        sums[place] = 0
-    return count
-
-
-@jit
-def common(indices: Any, values: Any, others: Any, to_indices: Any, to_values: Any) -> Any:
-    """Copy the entries whose index is in `others` too; both ascending. There is room for one more than all of them."""
-    i, j, count = 0, 0, 0
-    while i < indices.size and j < others.size:
-        left, right = indices[i], others[j]
-        to_indices[count] = left
-        to_values[count] = values[i]
-        count += left == right
-        i += left <= right
-        j += right <= left
-    return count
-
-
-@jit
-def keep_at_least(indices: Any, bits: Any, key: Any, to_indices: Any, to_bits: Any) -> Any:
-    """Copy the entries whose key reaches `key`; there is room for one more than all of them."""
-    magnitude, count = _magnitude(bits), 0
-    for i in range(bits.size):
-        to_indices[count] = indices[i]
-        to_bits[count] = bits[i]
-        count += bits[i] & magnitude >= key
-    return count
-
-
-@jit
-def subtract_at(residual: Any, indices: Any, values: Any) -> Any:
-    """residual[indices] -= values; the change of its sum of squares, NaN if an index is out of bounds."""
-    change = 0.0
-    for i in range(indices.size):
-        prefetch(residual, indices[min(i + AHEAD, indices.size - 1)])
-        at = indices[i]
-        if not 0 <= at < residual.size:
-            return np.nan
-        before = residual[at]
-        after = before - values[i]
-        residual[at] = after
-        change += np.float64(after) * np.float64(after) - np.float64(before) * np.float64(before)
-    return change
-
-
-@jit
-def fill(out: Any, indices: Any, values: Any, aligned: bool) -> Any:
-    """out = values at ascending indices, zero elsewhere; how many entries it could place.
-
-    An `aligned` out is written past the caches, which spares reading it first: it is all replaced.
-    """
-    tile = np.zeros(TILE, out.dtype)
-    line = LINE_BYTES // out.itemsize
-    at = 0
-    for start in range(0, out.size, TILE):
-        length, first = min(TILE, out.size - start), at
-        while at < indices.size and 0 <= indices[at] - start < length:
-            tile[indices[at] - start] = values[at]
-            at += 1
-        whole = length // line * line if aligned else 0
-        for i in range(0, whole, line):
-            stream_line(out, start + i, tile, i)
-        for i in range(whole, length):
-            out[start + i] = tile[i]
-        for i in range(first, at):
-            tile[indices[i] - start] = 0
-    publish()
-    return at
-
-
-@jit
-def _magnitude(bits: Any) -> Any:
+def magnitude_mask(bits: Any) -> Any:
     """All bits of an entry but its sign."""
     return _ALL >> np.uint64(65 - 8 * bits.itemsize)

@@ -1,0 +1,152 @@
+"""The compiled loops over sparse vectors: what is done with the few entries that were chosen.
+
+Indices ascend. "Keys" and "bits" are those of `cpu_loops`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from oktopk.kernels.cpu_loops import TILE, append_places, jit, magnitude_mask
+from oktopk.kernels.cpu_simd import LINE_BYTES, WORD, prefetch, publish, stream_line
+
+WINDOW = 1 << 15  # entries of the index space that sum_windows covers at once
+AHEAD = 24  # scattered accesses asked for in advance
+
+_ONE = np.uint64(1)
+_NONE = np.int64(-(2**63))
+_LAST = np.int64(2**63 - 1)
+
+
+@jit
+def histogram(bits: Any, shift: int, first: int, counts: Any) -> Any:
+    """Add to counts[i] how many keys, shifted right by `shift`, are first + i."""
+    magnitude = magnitude_mask(bits)
+    for i in range(bits.size):
+        place = np.int64((bits[i] & magnitude) >> np.uint64(shift)) - first
+        if 0 <= place < counts.size:
+            counts[place] += 1
+
+
+@jit
+def sum_windows(
+    indices: Any, values: Any, cursors: Any, ends: Any, sums: Any, touched: Any, to_indices: Any, to_values: Any
+) -> Any:
+    """Sum ascending lists: list s is indices[cursors[s]:ends[s]] with its values.
+
+    Returns the length of the union, -1 if a list does not ascend. The index space is crossed in windows whose sums fit
+    the cache, each list adding in turn, so every sum is formed in the order of the lists. `sums` [WINDOW] and `touched`
+    [WINDOW / WORD] must come zero, and are left so; to_indices and to_values need room for a word more than is needed.
+    """
+    count = 0
+    while True:
+        base = _next_index(indices, cursors, ends)
+        if base < 0:
+            return count if base == _NONE else -1
+        base -= base % WORD
+        words: Any = 0
+        for source in range(cursors.size):
+            start, place = cursors[source], np.int64(-1)
+            here, there = indices[start : ends[source]], values[start : ends[source]]
+            at = 0
+            while at < here.size and here[at] < base + WINDOW:
+                before, place = place, np.int64(here[at]) - base
+                if place <= before:
+                    return -1
+                sums[place] += there[at]
+                touched[place >> 6] |= _ONE << np.uint64(place & 63)
+                at += 1
+            cursors[source] = start + at
+            words = max(words, (place >> 6) + 1)
+        count = _flush(base, words, sums, touched, to_indices, to_values, count)
+
+
+@jit
+def _next_index(indices: Any, cursors: Any, ends: Any) -> Any:
+    lowest = _LAST
+    for source in range(cursors.size):
+        if cursors[source] < ends[source]:
+            lowest = min(lowest, np.int64(indices[cursors[source]]))
+    return lowest if lowest < _LAST else _NONE
+
+
+@jit
+def _flush(base: int, words: int, sums: Any, touched: Any, to_indices: Any, to_values: Any, count: int) -> Any:
+    """Append the sums of a window, and leave it zero. Needs room for a word more than there are."""
+    first = count
+    for i in range(words):
+        count = append_places(touched[i], base + i * WORD, to_indices, count)
+        touched[i] = 0
+    for i in range(first, count):
+        place = to_indices[i] - base
+        to_values[i] = sums[place]
+        sums[place] = 0
+    return count
+
+
+@jit
+def common(indices: Any, values: Any, others: Any, to_indices: Any, to_values: Any) -> Any:
+    """Copy the entries whose index is in `others` too; both ascending. There is room for one more than all of them."""
+    i, j, count = 0, 0, 0
+    while i < indices.size and j < others.size:
+        left, right = indices[i], others[j]
+        to_indices[count] = left
+        to_values[count] = values[i]
+        count += left == right
+        i += left <= right
+        j += right <= left
+    return count
+
+
+@jit
+def keep_at_least(indices: Any, bits: Any, key: Any, to_indices: Any, to_bits: Any) -> Any:
+    """Copy the entries whose key reaches `key`; there is room for one more than all of them."""
+    magnitude, count = magnitude_mask(bits), 0
+    for i in range(bits.size):
+        to_indices[count] = indices[i]
+        to_bits[count] = bits[i]
+        count += bits[i] & magnitude >= key
+    return count
+
+
+@jit
+def subtract_at(residual: Any, indices: Any, values: Any) -> Any:
+    """residual[indices] -= values; the change of its sum of squares, NaN if an index is out of bounds."""
+    change = 0.0
+    for i in range(indices.size):
+        prefetch(residual, indices[min(i + AHEAD, indices.size - 1)])
+        at = indices[i]
+        if not 0 <= at < residual.size:
+            return np.nan
+        before = residual[at]
+        after = before - values[i]
+        residual[at] = after
+        change += np.float64(after) * np.float64(after) - np.float64(before) * np.float64(before)
+    return change
+
+
+@jit
+def fill(out: Any, indices: Any, values: Any, aligned: bool) -> Any:
+    """out = values at ascending indices, zero elsewhere; how many entries it could place.
+
+    An `aligned` out is written past the caches, which spares reading it first: it is all replaced.
+    """
+    tile = np.zeros(TILE, out.dtype)
+    line = LINE_BYTES // out.itemsize
+    at = 0
+    for start in range(0, out.size, TILE):
+        length, first = min(TILE, out.size - start), at
+        while at < indices.size and 0 <= indices[at] - start < length:
+            tile[indices[at] - start] = values[at]
+            at += 1
+        whole = length // line * line if aligned else 0
+        for i in range(0, whole, line):
+            stream_line(out, start + i, tile, i)
+        for i in range(whole, length):
+            out[start + i] = tile[i]
+        for i in range(first, at):
+            tile[indices[i] - start] = 0
+    publish()
+    return at
