@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import oktopk
+from oktopk.gradient import Gradient
 
 STEPS = 30
 WIDTH = 24
@@ -65,11 +66,11 @@ class Ledger:
     def watch(self, reducer: oktopk.Reducer) -> None:
         submit = reducer.submit
 
-        def recorded(layout: Any, flat: Tensor, unused: Any = ()) -> Any:
-            for (name, _), part in zip(layout, flat.split([n for _, n in layout]), strict=True):
+        def recorded(layout: Any, bucket: Any, unused: Any = ()) -> Any:
+            for name, part in Gradient.of(layout, bucket).views().items():
                 if name not in unused:
                     self.given[name] = self.given.get(name, 0) + part.double()
-            return submit(layout, flat, unused)
+            return submit(layout, bucket, unused)
 
         reducer.submit = recorded  # type: ignore[method-assign]
 

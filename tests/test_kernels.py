@@ -108,6 +108,48 @@ def test_accumulate_adds_exactly_and_measures_the_sum(kernels: Kernels) -> None:
     check()
 
 
+def cut(x: Tensor, seed: int, parts: int = 7) -> list[Tensor]:
+    """Pieces of x in memory of their own, at addresses of any kind; some are empty."""
+    generator = torch.Generator().manual_seed(seed)
+    borders = sorted(torch.randint(0, x.numel() + 1, (parts - 1,), generator=generator).tolist())
+    return [
+        torch.cat([x.new_zeros(seed % 5), part])[seed % 5 :] for part in torch.tensor_split(x, borders)
+    ]  # fmt: skip
+
+
+def test_add_leaves_the_residual_and_gathers_from_pieces(kernels: Kernels) -> None:
+    @settings(max_examples=100, deadline=None)
+    @given(case=cases, k=st.integers(0, 500), wide=st.booleans())
+    def check(case: tuple, k: int, wide: bool) -> None:
+        grad = example(*case)
+        residual = example(case[0], case[1] + 1, "normal", torch.float64 if wide else torch.float32)
+        if grad.dtype == torch.float64 and not wide:
+            grad = grad.float()
+        before, out, expected = residual.clone(), torch.full_like(residual, 7.0), torch.empty_like(residual)
+        energy = SPEC.add(expected, residual, [grad])
+        assert kernels.add(out, residual, cut(grad, case[1]), k) == pytest.approx(energy, rel=1e-9)
+        assert torch.equal(out, expected) and torch.equal(residual, before)
+        assert torch.equal(expected, residual + grad)
+        assert_same(kernels.select_topk(out, k)[0], SPEC.select_topk(expected, k)[0])
+
+    check()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("place", [0, 63, 5000, 99_999])
+def test_the_sum_of_squares_tells_that_a_piece_is_not_finite(kernels: Kernels, bad: float, place: int) -> None:
+    grad, residual = example(100_000, 1, "normal", torch.float32), example(100_000, 2, "normal", torch.float32)
+    out = torch.empty_like(residual)
+    assert math.isfinite(kernels.add(out, residual, cut(grad, 3), 1000))
+    grad[place] = bad
+    assert not math.isfinite(kernels.add(out, residual, cut(grad, 3), 1000))
+
+
+def test_pieces_that_do_not_fit_are_refused(kernels: Kernels) -> None:
+    with pytest.raises(IndexError, match="9 entries do not make up a residual of 10"):
+        kernels.add(torch.zeros(10), torch.zeros(10), [torch.zeros(4), torch.zeros(5)], 2)
+
+
 def test_a_write_between_accumulate_and_select_is_seen(kernels: Kernels) -> None:
     residual, grad = example(300, 1, "normal", torch.float32), example(300, 2, "normal", torch.float32)
     kernels.accumulate_(residual, grad, 30)
@@ -221,9 +263,12 @@ def test_retain_subtracts_also_repeated_indices(kernels: Kernels, dtype: torch.d
 def test_fill_writes_every_entry(kernels: Kernels, dtype: torch.dtype, numel: int) -> None:
     vector, _ = SPEC.select_topk(example(numel, 4, "normal", torch.float32), numel // 10)
     ours, theirs = torch.full((numel,), 7.0, dtype=dtype), torch.full((numel,), 7.0, dtype=dtype)
-    kernels.fill_(ours, vector, 1 / 3)
-    SPEC.fill_(theirs, vector, 1 / 3)
+    kernels.fill_([ours], vector, 1 / 3)
+    SPEC.fill_([theirs], vector, 1 / 3)
     assert torch.equal(ours, theirs)
+    scattered = cut(ours.fill_(7.0), numel + 3)
+    kernels.fill_(scattered, vector, 1 / 3)
+    assert torch.equal(torch.cat(scattered), theirs)
 
 
 def test_lists_that_do_not_ascend_are_refused_and_do_no_harm(kernels: Kernels) -> None:
@@ -243,7 +288,7 @@ def test_indices_out_of_bounds_are_refused(kernels: Kernels) -> None:
         with pytest.raises(IndexError):
             kernels.retain_(torch.zeros(200), stray)
         with pytest.raises(IndexError):
-            kernels.fill_(torch.zeros(200), stray, 1.0)
+            kernels.fill_([torch.zeros(200)], stray, 1.0)
 
 
 def test_tensors_with_gaps_work_too(kernels: Kernels) -> None:
@@ -255,7 +300,7 @@ def test_tensors_with_gaps_work_too(kernels: Kernels) -> None:
         backend.accumulate_(x, wide[:, 1], 20)
         backend.retain_(x, sent)
     assert torch.equal(ours, theirs)
-    kernels.fill_(ours, sent, 2.0)
+    kernels.fill_([ours], sent, 2.0)
     assert torch.equal(ours, sent.to_dense() * 2)
 
 

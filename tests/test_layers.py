@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "src" / "oktopk"
 
 # From the bottom up; a module may import from its own room and from rows below.
 ROWS = [
-    ["types", "errors", "config"],
+    ["types", "errors", "config", "gradient"],
     ["kernels", "wire", "transport", "metrics"],
     [
         "selection",
@@ -39,9 +39,6 @@ SIBLINGS = {
     ("transport", "metrics"),
     ("collectives", "partition"),
     ("selection", "schedule"),
-    ("agreement", "feedback"),
-    ("grouping", "feedback"),
-    ("recording", "feedback"),
     ("checkpoint", "reducer"),
     ("allreduce", "reducer"),
     ("reducer", "autotune"),

@@ -7,10 +7,9 @@ from functools import reduce
 from hashlib import blake2b
 
 import torch
-from torch import Tensor
 
 from oktopk.errors import MismatchError, NonFiniteError, OkTopkError, UnsupportedError
-from oktopk.feedback import Layout
+from oktopk.gradient import Gradient, Layout
 from oktopk.transport.base import Transport
 
 FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -64,17 +63,22 @@ class Agreement:
 AGREEMENT_WORDS = len(_FIELDS) + 3
 
 
-def refusal(layout: Layout, flat: Tensor) -> OkTopkError | None:
-    """Why this tensor cannot be reduced, if so. Returned, not raised: the other ranks must hear of it first."""
-    if flat.dtype not in FLOATING:
+def refusal(gradient: Gradient) -> OkTopkError | None:
+    """Why this cannot be reduced, if so. Returned, not raised: the other ranks must hear of it first."""
+    layout, dtypes = gradient.layout, {piece.dtype for piece in gradient.pieces}
+    if not dtypes <= set(FLOATING):
         return UnsupportedError(
-            f"cannot reduce {layout[0][0] if layout else 'a tensor'!r} of dtype {flat.dtype}: only float32, float16, "
-            "bfloat16 and float64 can be sparsified. Use torch.distributed.all_reduce for integers, and "
+            f"cannot reduce {layout[0][0] if layout else 'a tensor'!r} of dtype {gradient.dtype}: only float32, "
+            "float16, bfloat16 and float64 can be sparsified. Use torch.distributed.all_reduce for integers, and "
             "torch.view_as_real for complex tensors."
         )
+    if len(dtypes) > 1:
+        return UnsupportedError(f"one vector cannot have several dtypes, got {sorted(map(str, dtypes))}.")
     total = sum(numel for _, numel in layout)
-    if total != flat.numel():
-        return UnsupportedError(f"the layout names {total} entries, but the tensor has {flat.numel()}.")
+    if total != gradient.numel:
+        return UnsupportedError(f"the layout names {total} entries, but the tensor has {gradient.numel}.")
+    if gradient.is_scattered and any(n != piece.numel() for (_, n), piece in zip(layout, gradient.pieces, strict=True)):
+        return UnsupportedError("several tensors must be one for each parameter of the layout, of its size.")
     return None
 
 
@@ -119,8 +123,9 @@ def _check_finite(everyone: list[list[int]], on_nonfinite: str) -> bool:
     bad = [rank for rank, words in enumerate(everyone) if not words[-2]]
     if bad and on_nonfinite == "raise":
         raise NonFiniteError(
-            f"the gradient of {_ranks(bad)} holds NaN or Inf; residuals are untouched. Lower the learning rate or clip "
-            "gradients, or pass on_nonfinite='skip' when a GradScaler is to skip such steps."
+            f"the gradient of {_ranks(bad)} holds NaN or Inf, or overflows together with what is owed; residuals are "
+            "untouched. Lower the learning rate or clip gradients, or pass on_nonfinite='skip' when a GradScaler is to "
+            "skip such steps."
         )
     return bool(bad)
 

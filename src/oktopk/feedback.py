@@ -9,10 +9,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from oktopk.gradient import Gradient, Layout
 from oktopk.kernels.base import Kernels
 from oktopk.types import SparseVector, Vector
-
-Layout = tuple[tuple[str, int], ...]  # (parameter name, numel) in the order they lie in a flat bucket
 
 
 class Feedback:
@@ -28,15 +27,42 @@ class Feedback:
         self._residuals, self._velocities = ByName(), ByName()
         self._energy: dict[Layout, float] = {}  # sum of squares
         self._settled: set[Layout] = set()  # a dense step paid everything back, and nothing was added since
+        self._spares: dict[Layout, Tensor] = {}  # where `prepare` writes: what was the residual a step before
+        self._prepared: tuple[Layout, float] | None = None  # whose spare holds the next residual, and its energy
 
-    def compensate(self, layout: Layout, grad: Tensor, k: int = 0) -> Tensor:
+    def prepare(self, gradient: Gradient, k: int) -> bool | None:
+        """Do the work of `compensate` beside the residual, which stays as it is until then. Whether all is finite.
+
+        For a scattered gradient, which would otherwise be copied together: this takes no more memory, and the look for
+        NaN costs nothing. None: it is not such a gradient.
+        """
+        self._prepared = None
+        if self._momentum or not gradient.is_scattered:
+            return None
+        layout = gradient.layout
+        residual = self._residuals.get(layout, gradient.pieces[0])
+        spare = self._spares.get(layout)
+        if spare is None or spare.dtype != residual.dtype:
+            self._spares = {known: kept for known, kept in self._spares.items() if self._residuals.is_at(known)}
+            spare = self._spares[layout] = torch.empty_like(residual)
+        energy = self._kernels.add(spare, residual, gradient.pieces, k)
+        self._prepared = layout, energy
+        return math.isfinite(energy)
+
+    def compensate(self, gradient: Gradient, k: int = 0) -> Tensor:
         """The gradient plus what is owed. The result is the residual itself: `retain` says what left it.
 
         `k` entries of it are going to be selected, if it is not 0.
         """
-        residual = self._residuals.get(layout, grad)
+        layout = gradient.layout
         self._settled.discard(layout)
-        self._energy[layout] = self._kernels.accumulate_(residual, self._with_momentum(layout, grad), k)
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None and prepared[0] == layout:
+            residual, self._energy[layout] = self._spares[layout], prepared[1]
+            self._spares[layout] = self._residuals.exchange(layout, residual)
+            return residual
+        residual = self._residuals.get(layout, gradient.pieces[0])
+        self._energy[layout] = self._kernels.accumulate_(residual, self._with_momentum(gradient), k)
         return residual
 
     def retain(self, layout: Layout, sent: Vector | None) -> None:
@@ -77,6 +103,7 @@ class Feedback:
         if not names:
             yield
             return
+        self._prepared = None  # with the residuals that are to sit out
         held = self._residuals.take(names), self._velocities.take(names)
         yield
         self._settled.discard(layout)
@@ -85,11 +112,11 @@ class Feedback:
         energy = sum(float(residual.double().square().sum()) for residual in held[0].values())
         self._energy[layout] = self._energy.get(layout, 0.0) + energy
 
-    def remember(self, layout: Layout, grad: Tensor) -> None:
+    def remember(self, gradient: Gradient) -> None:
         """Keep a copy, for `undo`."""
-        self._residuals.remember(layout, grad)
+        self._residuals.remember(gradient.layout, gradient.pieces[0])
         if self._momentum:
-            self._velocities.remember(layout, grad)
+            self._velocities.remember(gradient.layout, gradient.pieces[0])
 
     def undo(self) -> None:
         """Put everything back as it was when remembered."""
@@ -115,10 +142,11 @@ class Feedback:
         self._residuals, self._velocities, self._energy = ByName(residuals), ByName(velocities or {}), {}
         self._settled.clear()
 
-    def _with_momentum(self, layout: Layout, grad: Tensor) -> Tensor:
+    def _with_momentum(self, gradient: Gradient) -> Tensor:
+        grad = gradient.joined()
         if not self._momentum:
             return grad
-        return self._velocities.get(layout, grad).mul_(self._momentum).add_(grad)
+        return self._velocities.get(gradient.layout, grad).mul_(self._momentum).add_(grad)
 
 
 class ByName:
@@ -141,7 +169,10 @@ class ByName:
         return name in self._home
 
     def get(self, layout: Layout, like: Tensor) -> Tensor:
-        """The flat vector of a layout, gathered from wherever its parts are; zeros for names not seen before."""
+        """The flat vector of a layout, gathered from wherever its parts are; zeros for names not seen before.
+
+        It is on the device of `like`, in the precision that suits it.
+        """
         flat = self._flat.get(layout)
         if flat is None or flat.dtype != residual_dtype(like.dtype):
             flat = self._move_into(layout, like)
@@ -153,6 +184,11 @@ class ByName:
 
     def flat(self, layout: Layout) -> Tensor:
         return self._flat[layout]
+
+    def exchange(self, layout: Layout, vector: Tensor) -> Tensor:
+        """Put another vector in the place of a layout's; the one that was there."""
+        before, self._flat[layout] = self._flat[layout], vector
+        return before
 
     def view(self, name: str) -> Tensor:
         layout = self._home[name]
@@ -190,7 +226,8 @@ class ByName:
         return {name: self.view(name).clone() for name in self._home}
 
     def _move_into(self, layout: Layout, like: Tensor) -> Tensor:
-        moved = torch.zeros(like.numel(), dtype=residual_dtype(like.dtype), device=like.device)
+        total = sum(numel for _, numel in layout)
+        moved = torch.zeros(total, dtype=residual_dtype(like.dtype), device=like.device)
         start = 0
         for name, numel in layout:
             if name in self._home:

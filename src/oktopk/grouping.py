@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from oktopk.feedback import Layout
+from oktopk.gradient import Layout
 
 
 class Grouping:

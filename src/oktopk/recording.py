@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from oktopk.errors import OkTopkError
-from oktopk.feedback import Layout
+from oktopk.gradient import Gradient
 from oktopk.metrics import Clock, Sink, StepRecord, merge
 from oktopk.transport import MeteredTransport
 from oktopk.transport.base import all_reduce_bytes
-from oktopk.types import Reduced
+from oktopk.types import Stats
 
 
 @dataclass(frozen=True)
 class Turn:
     """What is done with one bucket in one step."""
 
-    layout: Layout
-    flat: Tensor
+    gradient: Gradient
     step: int
     k: int
     is_sparse: bool
@@ -43,9 +40,9 @@ class Recorder:
         self._transport.restart()
         self._clock.restart()
 
-    def take(self, turn: Turn, reduced: Reduced, residual_norm: float, skipped: bool) -> None:
+    def take(self, turn: Turn, stats: Stats, residual_norm: float, skipped: bool) -> None:
         """Make the record of a turn and hand it on."""
-        record = self._record(turn, reduced, residual_norm, skipped)
+        record = self._record(turn, stats, residual_norm, skipped)
         others = [r for r in self._latest if r.step == record.step and r.bucket != record.bucket]
         self._latest = [*others, record]
         if self._sink is not None:
@@ -58,19 +55,19 @@ class Recorder:
             raise OkTopkError("nothing has been reduced yet: last_step exists after the first reduce.")
         return merge(self._latest)
 
-    def _record(self, turn: Turn, reduced: Reduced, residual_norm: float, skipped: bool) -> StepRecord:
-        meter, stats, flat = self._transport, reduced.stats, turn.flat
+    def _record(self, turn: Turn, stats: Stats, residual_norm: float, skipped: bool) -> StepRecord:
+        meter, gradient = self._transport, turn.gradient
         return StepRecord(
             step=turn.step,
             phase="sparse" if turn.is_sparse else "dense",
-            bucket=turn.layout[0][0] if turn.layout else "",
-            numel=flat.numel(),
+            bucket=gradient.layout[0][0] if gradient.layout else "",
+            numel=gradient.numel,
             k=turn.k,
             selected_local=stats.selected_local,
             selected_global=stats.selected_global,
             bytes_sent=meter.bytes_sent,
             bytes_received=meter.bytes_received,
-            dense_bytes=all_reduce_bytes(flat.numel() * flat.element_size(), meter.world_size),
+            dense_bytes=all_reduce_bytes(gradient.nbytes, meter.world_size),
             messages=meter.messages,
             threshold_local=stats.threshold_local,
             threshold_global=stats.threshold_global,

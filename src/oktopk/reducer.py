@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from functools import cached_property
+from math import isfinite
 from time import perf_counter
 from typing import Any, TypeVar, cast
 
@@ -21,8 +22,9 @@ from oktopk.autotune import AUTO, DENSE, AutoConfig, ChosenWire, Decision, Tuner
 from oktopk.collectives import Tools
 from oktopk.communication import Agreed, CommunicationThread
 from oktopk.config import DenseConfig, Density, ReducerConfig, split_options
-from oktopk.errors import CheckpointError, CommunicationError, ConfigError, OkTopkError, nearest
-from oktopk.feedback import Feedback, Layout, residual_dtype
+from oktopk.errors import CheckpointError, CommunicationError, ConfigError, NonFiniteError, OkTopkError, nearest
+from oktopk.feedback import Feedback, residual_dtype
+from oktopk.gradient import Gradient, Layout
 from oktopk.grouping import Grouping
 from oktopk.kernels import choose
 from oktopk.metrics import Clock, Sink, StepRecord, timed
@@ -37,7 +39,7 @@ log = logging.getLogger("oktopk")
 T = TypeVar("T")
 
 _KERNEL_PHASES = {
-    "all_finite": "select", "accumulate_": "select", "select_topk": "select", "select_above": "select",
+    "all_finite": "select", "accumulate_": "select", "add": "select", "select_topk": "select", "select_above": "select",
     "count_above": "select", "magnitude_histogram": "select", "common": "select", "above": "select",
     "retain_": "select", "sum_sparse": "sum", "fill_": "unpack",
 }  # fmt: skip
@@ -121,15 +123,18 @@ class Reducer:
         return self.submit([(name, flat.numel())], flat).wait().view(grad.shape)
 
     def submit(
-        self, layout: Sequence[tuple[str, int]], flat: Tensor, unused: Collection[str] = ()
+        self, layout: Sequence[tuple[str, int]], bucket: Tensor | Sequence[Tensor], unused: Collection[str] = ()
     ) -> torch.futures.Future[Tensor]:
-        """Reduce a flat bucket of several parameters in place, on the communication thread.
+        """Reduce a bucket of several parameters in place, on the communication thread.
 
-        `layout` lists (name, numel) in the order they lie in `flat`. Buckets are reduced in the order of submission,
-        which must be the same on all ranks. `unused` names parameters that took no part in this rank's backward: one
-        that is unused on every rank keeps its residual, and its mean is zero.
+        `layout` lists (name, numel) in the order they lie in `bucket`, a flat tensor; or give one flat tensor for each
+        name: then nothing is copied together, and there is a second residual instead. Buckets are reduced in the order
+        of submission, which must be the same on all ranks. `unused` names parameters that took no part in this rank's
+        backward: one that is unused on every rank keeps its residual, and its mean is zero. The future holds the
+        (first) tensor.
         """
-        return self._thread.submit(lambda: self._reduce_(layout, flat, frozenset(unused)), flat)
+        gradient = Gradient.of(layout, bucket)
+        return self._thread.submit(lambda: self._reduce_(gradient, frozenset(unused)), gradient.pieces[0])
 
     def communicate(self, work: Callable[[Transport], T]) -> T:
         """Run `work(transport)` on the communication thread, after all that was submitted. Every rank must do it."""
@@ -161,45 +166,37 @@ class Reducer:
         """What `algorithm="auto"` has decided, and why, by the name of a bucket's first parameter."""
         return self._tuner.decisions() if self._tuner is not None else {}
 
-    def _reduce_(self, pairs: Sequence[tuple[str, int]], flat: Tensor, unused: frozenset[str]) -> Tensor:
-        layout: Layout = tuple((str(name), int(numel)) for name, numel in pairs)
-        groups = self.grouping.split(layout)
-        if groups == [layout]:
-            return self._reduce_group_(layout, flat, unused)
-        views = dict(zip((name for name, _ in layout), flat.split([numel for _, numel in layout]), strict=True))
-        for group in groups:
-            members = [views[name] for name, _ in group]
-            mean = self._reduce_group_(group, torch.cat(members), unused)
-            for member, part in zip(members, mean.split([numel for _, numel in group]), strict=True):
-                member.copy_(part)
-        return flat
+    def _reduce_(self, gradient: Gradient, unused: frozenset[str]) -> Tensor:
+        for group in gradient.groups(self.grouping.split(gradient.layout)):
+            self._reduce_group_(group, unused & group.names)
+        return gradient.pieces[0]
 
-    def _reduce_group_(self, layout: Layout, flat: Tensor, unused: frozenset[str]) -> Tensor:
+    def _reduce_group_(self, gradient: Gradient, unused: frozenset[str]) -> None:
         self._recorder.restart()
-        names = {name for name, _ in layout}
-        turn = self._begin(layout, flat, unused & names)
+        turn = self._begin(gradient, unused)
         agreed = self._agree(turn)
-        self.unused = (self.unused - names) | agreed.unused
+        self.unused = (self.unused - gradient.names) | agreed.unused
         skip = self._follow_step(turn.step, agreed.skip)
         started = perf_counter()  # after the agreement, which waits for the last rank
         if skip:
-            reduced = Reduced(flat.fill_(float("nan")), flat, Stats(0, 0))
+            gradient.fill_(float("nan"))
+            stats = Stats(0, 0)
         else:
-            reduced = self._reduce_used_(turn, agreed.unused)
-        self._steps |= dict.fromkeys((name for name, _ in layout), turn.step + 1)
-        self._recorder.take(turn, reduced, self.feedback.norm(layout), skip)
-        if self._tuner is not None and flat.numel() >= self.config.min_numel and not skip:
+            stats = self._reduce_used_(turn, agreed.unused).stats
+        self._steps |= dict.fromkeys(gradient.names, turn.step + 1)
+        self._recorder.take(turn, stats, self.feedback.norm(gradient.layout), skip)
+        if self._tuner is not None and gradient.numel >= self.config.min_numel and not skip:
             way = Way(True, self._tools.wire.values) if turn.is_sparse else DENSE
-            self._tuner.observe(layout, way, perf_counter() - started)
-        return flat
+            self._tuner.observe(gradient.layout, way, perf_counter() - started)
 
-    def _begin(self, layout: Layout, flat: Tensor, unused: frozenset[str]) -> Turn:
+    def _begin(self, gradient: Gradient, unused: frozenset[str]) -> Turn:
         """Decide what to do with a bucket."""
-        step = max((self._steps.get(name, 0) for name, _ in layout), default=0)
-        is_sparse = self._is_sparse(step, flat.numel()) and self._follow_tuner(layout)
-        k = self.schedule.k_at(step, flat.numel()) if is_sparse else flat.numel()
+        numel = gradient.numel
+        step = max((self._steps.get(name, 0) for name in gradient.names), default=0)
+        is_sparse = self._is_sparse(step, numel) and self._follow_tuner(gradient.layout)
+        k = self.schedule.k_at(step, numel) if is_sparse else numel
         with_feedback = is_sparse or self._is_rounding_dense(step)
-        return Turn(layout, flat, step, k, is_sparse, with_feedback, unused)
+        return Turn(gradient, step, k, is_sparse, with_feedback, unused)
 
     def _follow_tuner(self, layout: Layout) -> bool:
         """Whether this bucket goes sparse, over the wire format that the tuner chose for it; without one it does."""
@@ -222,11 +219,11 @@ class Reducer:
 
     def _reduce_used_(self, turn: Turn, unused: frozenset[str]) -> Reduced:
         """Reduce a finite bucket, of which the `unused` parameters take no part."""
-        layout, flat = turn.layout, turn.flat
-        if self.config.on_nonfinite == "skip" and (turn.with_feedback or self.feedback.owes(layout)):
-            self.feedback.remember(layout, flat)
-        _zero_(layout, flat, unused)
-        with self.feedback.withheld(layout, unused):
+        gradient = turn.gradient
+        if self.config.on_nonfinite == "skip" and (turn.with_feedback or self.feedback.owes(gradient.layout)):
+            self.feedback.remember(gradient)
+        gradient.zero_(unused)
+        with self.feedback.withheld(gradient.layout, unused):
             if turn.with_feedback:
                 return self._reduce_with_feedback_(turn)
             return self._reduce_dense_(turn)
@@ -242,10 +239,10 @@ class Reducer:
 
     def _agree(self, turn: Turn) -> Agreement:
         """Compare notes; raises on every rank when ranks differ, or when one of them has a bad gradient."""
-        layout, flat = turn.layout, turn.flat
-        fault = refusal(layout, flat)
-        finite = fault is None and self._tools.kernels.all_finite(flat)
-        mine = Terms(layout, flat.dtype, turn.step, turn.k, self._digestible, finite, fault, turn.unused)
+        gradient = turn.gradient
+        fault = refusal(gradient)
+        finite = fault is None and self._is_finite(turn)
+        mine = Terms(gradient.layout, gradient.dtype, turn.step, turn.k, self._digestible, finite, fault, turn.unused)
         try:
             return check_terms(mine, self._transport, self.config.on_nonfinite)
         except (CommunicationError, Agreed):
@@ -253,30 +250,37 @@ class Reducer:
         except OkTopkError as error:
             raise Agreed(error) from error
 
+    def _is_finite(self, turn: Turn) -> bool:
+        finite = self.feedback.prepare(turn.gradient, turn.k) if turn.is_sparse else None
+        if finite is not None:
+            return finite
+        return all(self._tools.kernels.all_finite(piece) for piece in turn.gradient.pieces)
+
     def _reduce_with_feedback_(self, turn: Turn) -> Reduced:
-        flat = turn.flat
-        acc = self.feedback.compensate(turn.layout, flat, turn.wanted)
-        reduced = self._algorithm_for(turn.layout).reduce(acc, turn.k)
+        gradient = turn.gradient
+        acc = self.feedback.compensate(gradient, turn.wanted)
+        if not isfinite(self.feedback.norm(gradient.layout)):
+            raise NonFiniteError(f"the sum of the gradient and what is owed overflows {acc.dtype}: training diverges.")
+        reduced = self._algorithm_for(gradient.layout).reduce(acc, turn.k)
         sent = reduced.sent
         if isinstance(reduced.mean, SparseVector):
-            mean, lost = _rounded(reduced.mean, flat.dtype)
-            self._tools.kernels.fill_(flat, mean, 1.0)
+            mean, lost = _rounded(reduced.mean, gradient.dtype)
+            self._tools.kernels.fill_(gradient.pieces, mean)
             # Each rank keeps what the rounding of the mean took: summed over ranks, that is all of it.
             sent = less(sent, lost) if lost is not None and isinstance(sent, SparseVector) else sent
         else:
-            flat.copy_(reduced.mean)
-        self.feedback.retain(turn.layout, sent)
+            gradient.copy_(reduced.mean)
+        self.feedback.retain(gradient.layout, sent)
         return reduced
 
     def _reduce_dense_(self, turn: Turn) -> Reduced:
-        layout, flat = turn.layout, turn.flat
-        owes = self.feedback.owes(layout)
-        acc = self.feedback.compensate(layout, flat) if owes else flat.to(residual_dtype(flat.dtype))
-        reduced = self._dense.reduce(acc, flat.numel())
-        if acc is not flat:
-            flat.copy_(cast(Tensor, reduced.mean))
+        gradient = turn.gradient
+        owes = self.feedback.owes(gradient.layout)
+        acc = self.feedback.compensate(gradient) if owes else gradient.joined().to(residual_dtype(gradient.dtype))
+        reduced = self._dense.reduce(acc, gradient.numel)
+        gradient.copy_(cast(Tensor, reduced.mean))
         if owes:
-            self.feedback.retain(layout, reduced.sent)
+            self.feedback.retain(gradient.layout, reduced.sent)
         return reduced
 
     def _algorithm_for(self, layout: Layout) -> Algorithm:
@@ -346,13 +350,6 @@ class Reducer:
         """What must be the same on all ranks, as text."""
         shared = {name: value for name, value in asdict(self.config).items() if name != "density"}
         return f"{self.algorithm} {self._algorithm_config} {shared}"
-
-
-def _zero_(layout: Layout, flat: Tensor, names: Collection[str]) -> None:
-    if names:
-        for (name, _), part in zip(layout, flat.split([numel for _, numel in layout]), strict=True):
-            if name in names:
-                part.zero_()
 
 
 def _rounded(mean: SparseVector, dtype: torch.dtype) -> tuple[SparseVector, SparseVector | None]:

@@ -69,7 +69,7 @@ def _per_entry(density: float, numel: int) -> dict[str, float]:
         kernels.accumulate_(residual, grad, k)
         chosen, _ = kernels.select_topk(residual, k)
         kernels.retain_(residual, chosen)
-        kernels.fill_(residual, chosen, 0.25)
+        kernels.fill_([residual], chosen, 0.25)
 
     def gaussian() -> None:
         exact()

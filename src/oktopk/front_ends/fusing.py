@@ -58,7 +58,6 @@ class ByStep:
         self._reducer = reducer
         self._position = {name: position for position, name in enumerate(names.values())}
         self._buckets: list[tuple[Bucket, Future]] = []
-        self._vectors: dict[torch.dtype, Tensor] = {}  # made once: fresh memory costs more than the copy into it
 
     def take(self, bucket: Bucket) -> Future:
         if bucket.is_first:
@@ -74,31 +73,21 @@ class ByStep:
     def _submit(self, buckets: Sequence[tuple[Bucket, Future]]) -> None:
         pieces = [piece for bucket, _ in buckets for piece in bucket.pieces()]
         pieces.sort(key=lambda piece: self._position[piece[0]])
-        parts = [part for _, part in pieces]
         layout = [(name, part.numel()) for name, part in pieces]
         unused = frozenset[str]().union(*(bucket.unused for bucket, _ in buckets))
-        done = self._reducer.submit(layout, self._joined(parts), unused)
-        done.add_done_callback(lambda done: _hand_back(done, parts, [future for _, future in buckets]))
-
-    def _joined(self, parts: list[Tensor]) -> Tensor:
-        vector = self._vectors.get(parts[0].dtype)
-        if vector is None or vector.numel() != sum(part.numel() for part in parts):
-            vector = self._vectors[parts[0].dtype] = torch.cat(parts)
-            return vector
-        return torch.cat(parts, out=vector)
+        done = self._reducer.submit(layout, [part for _, part in pieces], unused)
+        done.add_done_callback(lambda done: _pass_on(done, [future for _, future in buckets]))
 
 
-def _hand_back(done: Future, parts: Sequence[Tensor], futures: Sequence[Future]) -> None:
-    """Copy the mean into the buckets it came from. Runs on the communication thread, and communicates nothing."""
+def _pass_on(done: Future, futures: Sequence[Future]) -> None:
+    """Settle the futures of all buckets as that of their vector is."""
     error: Exception | None = None
     try:
-        vector = done.value()
-        for part, mean in zip(parts, vector.split([part.numel() for part in parts]), strict=True):
-            part.copy_(mean)
+        reduced = done.value()
     except Exception as failed:
         error = failed
     for future in futures:
         if error is not None:
             future.set_exception(error)  # type: ignore[arg-type]  # torch types it as the result
         else:
-            future.set_result(vector)
+            future.set_result(reduced)

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from oktopk.config import Density
 from oktopk.errors import ConfigError, OkTopkError, UnsupportedError
 from oktopk.front_ends.broadcast import broadcast_
-from oktopk.front_ends.flat import FlatBucket, Named, in_buckets, in_one_bucket
 from oktopk.front_ends.names import names_of
+from oktopk.front_ends.parameter_buckets import Named, ParameterBucket, in_buckets, in_one_bucket
 from oktopk.reducer import Reducer
 
 
@@ -130,12 +130,12 @@ class DistributedOptimizer(Optimizer):
         if not self._under_way:
             self._shrink = self._clip_factor()
         bucket = self._buckets[len(self._under_way)]
-        bucket.gather(lambda parameter: self._shrink * self._weight(parameter))
-        self._under_way.append(self.reducer.submit(bucket.layout, bucket.flat, bucket.unused))
+        pieces = bucket.take(lambda parameter: self._shrink * self._weight(parameter))
+        self._under_way.append(self.reducer.submit(bucket.layout, pieces, bucket.unused))
 
-    def _hand_back(self, bucket: FlatBucket) -> None:
+    def _hand_back(self, bucket: ParameterBucket) -> None:
         # A parameter that no rank used has no gradient, and an optimizer then leaves it alone.
-        bucket.scatter(lambda parameter: 1.0 / self._weight(parameter), skip=self.reducer.unused)
+        bucket.hand_back(lambda parameter: 1.0 / self._weight(parameter), skip=self.reducer.unused)
 
     def _weight(self, parameter: nn.Parameter) -> float:
         """What a gradient is multiplied by while it travels and waits."""

@@ -30,6 +30,13 @@ class Kernels(Protocol):
         """
         ...
 
+    def add(self, out: Tensor, residual: Tensor, pieces: Sequence[Tensor], k: int = 0) -> float:
+        """out = residual + a gradient that lies in pieces, in their order; the sum of squares of the result.
+
+        As with `accumulate_`, k announces `select_topk(out, k)`. Not finite if a piece is not, or a sum overflows.
+        """
+        ...
+
     def select_topk(self, x: Tensor, k: int) -> tuple[SparseVector, float]:
         """The k non-zero entries largest in magnitude (ties: lower index first; all, if fewer than k are non-zero).
 
@@ -68,6 +75,6 @@ class Kernels(Protocol):
         """residual[sent.indices] -= sent.values; by how much the sum of squares of residual changed."""
         ...
 
-    def fill_(self, out: Tensor, vector: SparseVector, scale: float) -> None:
-        """out = vector * scale, zeros included."""
+    def fill_(self, pieces: Sequence[Tensor], vector: SparseVector, scale: float = 1.0) -> None:
+        """pieces, one after the other = vector * scale, zeros included."""
         ...

@@ -27,6 +27,7 @@ SMALL = 1 << 15  # vectors up to this size are candidates as a whole
 CHUNK = 1 << 17  # entries of a float16 or bfloat16 gradient converted at a time
 
 _BITS = {2: (torch.int16, np.uint16), 4: (torch.int32, np.uint32), 8: (torch.int64, np.uint64)}
+_NEVER = np.uint64(2**64 - 1)  # a key that none reaches
 _UNKNOWN = -1  # version of a tensor whose writes torch does not count
 _FLOATS = (torch.float32, torch.float64)  # what the loops calculate in
 
@@ -62,9 +63,16 @@ class CpuKernels(ReferenceKernels):
         if grad.dtype != residual.dtype:
             return self._accumulate_converted_(residual, grad)
         if k > 0:
-            return self._accumulate_and_gather_(residual, grad, k)
+            return self._add_and_gather(_Sum.of(residual, residual, [grad]), k)
         total, addend = _numpy(residual), _numpy(grad)
         return float(sum(self._team.run(total.size, lambda a, b: loops.accumulate(total[a:b], addend[a:b]))))
+
+    def add(self, out: Tensor, residual: Tensor, pieces: Sequence[Tensor], k: int = 0) -> float:
+        plain = all(x.dtype == residual.dtype and x.is_contiguous() for x in (out, *pieces))
+        if residual.dtype not in _FLOATS or not residual.is_contiguous() or not plain:
+            return super().add(out, residual, pieces, k)
+        _written(out)
+        return self._add_and_gather(_Sum.of(out, residual, pieces), max(1, k))
 
     def select_topk(self, x: Tensor, k: int) -> tuple[SparseVector, float]:
         candidates, self._candidates = self._candidates, None
@@ -131,16 +139,17 @@ class CpuKernels(ReferenceKernels):
             raise IndexError(f"sent names entries outside of a residual of {residual.numel()}.")
         return float(change)
 
-    def fill_(self, out: Tensor, vector: SparseVector, scale: float) -> None:
-        if not out.is_contiguous():
-            return super().fill_(out, vector, scale)
+    def fill_(self, pieces: Sequence[Tensor], vector: SparseVector, scale: float = 1.0) -> None:
+        if not all(piece.is_contiguous() and piece.dtype == pieces[0].dtype for piece in pieces):
+            return super().fill_(pieces, vector, scale)
         _require_same_size(vector.indices, vector.values)
-        _written(out)
-        values = (vector.values if scale == 1.0 else vector.values * scale).to(out.dtype)
-        aligned = out.data_ptr() % LINE_BYTES == 0
-        placed = sparse.fill(_bits(out), _numpy(vector.indices), _bits(values), aligned)
+        for piece in pieces:
+            _written(piece)
+        table = _Pieces.of(pieces)
+        values = (vector.values if scale == 1.0 else vector.values * scale).to(pieces[0].dtype)
+        placed = sparse.fill(table.addresses, table.ends, _numpy(vector.indices), _bits(values))
         if placed < vector.nnz:
-            raise IndexError(f"indices must ascend below {out.numel()}; entry {placed} does not.")
+            raise IndexError(f"indices must ascend below {table.ends[-1]}; entry {placed} does not.")
         return None
 
     def _accumulate_converted_(self, residual: Tensor, grad: Tensor) -> float:
@@ -153,20 +162,19 @@ class CpuKernels(ReferenceKernels):
             total += loops.accumulate(part.numpy(), converted.numpy())
         return total
 
-    def _accumulate_and_gather_(self, residual: Tensor, grad: Tensor, k: int) -> float:
-        low = self._low_key(residual, k, grad)
-        total, self._candidates = self._scan(residual, grad, k, low)
-        return total
+    def _add_and_gather(self, total: _Sum, k: int) -> float:
+        energy, self._candidates = self._scan(total.out, total, k, self._low_key(total.out, k, total))
+        return energy
 
-    def _low_key(self, x: Tensor, k: int, addend: Tensor | None = None) -> int:
-        """A key that a little more than k entries of x (+ addend) should reach, told from a sample."""
+    def _low_key(self, x: Tensor, k: int, total: _Sum | None = None) -> int:
+        """A key that a little more than k entries of x should reach, as it is or will be, told from a sample."""
         if x.numel() <= SMALL or 2 * k >= x.numel():
             return 1
         keys = self._buffer("sample", _BITS[x.itemsize][1], min(SAMPLE, x.numel() // SHARE))
-        if addend is None:
+        if total is None:
             drawn = loops.sample(_bits(x), SEED, keys)
         else:
-            drawn = loops.sample_sum(_numpy(x), _numpy(addend), SEED, keys.view(_numpy(x).dtype))
+            drawn = loops.sample_sum(*total.terms, SEED, keys.view(total.residual.dtype))
         expected = drawn * k / x.numel()
         rank = int(expected + DEVIATIONS * expected**0.5) + 1
         return max(1, int(loops.kth_largest(keys, drawn, min(rank, drawn), self._counters)[0]))
@@ -175,41 +183,41 @@ class CpuKernels(ReferenceKernels):
         _, candidates = self._scan(x, None, k, low)
         return candidates or self._scan_alone(x, None, k, low)[1]
 
-    def _scan(self, x: Tensor, grad: Tensor | None, k: int, low: int) -> tuple[float, _Candidates | None]:
-        """One pass over x: add grad, if given, and gather candidates. The sum of squares, and the candidates."""
+    def _scan(self, x: Tensor, total: _Sum | None, k: int, low: int) -> tuple[float, _Candidates | None]:
+        """One pass over x: gather candidates, and if it is to become a sum, make it. The sum of squares, and those."""
         stretches = self._team.stretches(x.numel())
         if len(stretches) == 1:
-            return self._scan_alone(x, grad, k, low)
+            return self._scan_alone(x, total, k, low)
         room = _capacity(2 * k // len(stretches), x.numel())
         indices, values = self._room(x, room * len(stretches))
         bits, key = _bits(x), np.uint64(low)
-        sums, addend = (None, None) if grad is None else (_numpy(x), _numpy(grad))
         places = {start: slice(i * room, (i + 1) * room) for i, (start, _) in enumerate(stretches)}
 
         def scan(start: int, stop: int) -> tuple[float, int, bool]:
             own = indices[places[start]], values[places[start]]
-            if sums is None or addend is None:
+            if total is None:
                 count, at = loops.compact(bits, start, stop, key, *own, 0)
                 return 0.0, count, at == stop
-            total, count, at = loops.accumulate_compact(sums, addend, bits, start, stop, key, *own, 0)
-            return total + loops.accumulate(sums[at:stop], addend[at:stop]), count, at == stop
+            energy, count, at = loops.add_compact(total.array, *total.terms, start, stop, key, *own, 0, total.past)
+            rest, _, _ = loops.add_compact(total.array, *total.terms, at, stop, _NEVER, *own, 0, total.past)
+            return energy + rest, count, at == stop
 
-        totals, counts, complete = zip(*self._team.each(stretches, scan), strict=True)
+        energies, counts, complete = zip(*self._team.each(stretches, scan), strict=True)
         count = _close_up(indices, values, room, counts)
         # Entries so unevenly spread that a thread ran out of room are gathered again, by one thread.
         candidates = _Candidates(low, indices, values, count, k, x, _version(x)) if all(complete) else None
-        return float(sum(totals)), candidates
+        return float(sum(energies)), candidates
 
-    def _scan_alone(self, x: Tensor, grad: Tensor | None, k: int, low: int) -> tuple[float, _Candidates]:
+    def _scan_alone(self, x: Tensor, total: _Sum | None, k: int, low: int) -> tuple[float, _Candidates]:
         indices, values = self._room(x, _capacity(k, x.numel()))
-        bits, key, total = _bits(x), np.uint64(low), 0.0
-        if grad is None:
-            count = loops.compact_largest(bits, key, k, indices, values, self._counters)
+        key, energy = np.uint64(low), 0.0
+        if total is None:
+            count = loops.compact_largest(_bits(x), key, k, indices, values, self._counters)
         else:
-            total, count = loops.accumulate_compact_largest(
-                _numpy(x), _numpy(grad), bits, key, k, indices, values, self._counters
+            energy, count = loops.add_compact_largest(
+                total.array, *total.terms, key, k, indices, values, self._counters, total.past
             )
-        return float(total), _Candidates(low, indices, values, count, k, x, _version(x))
+        return float(energy), _Candidates(low, indices, values, count, k, x, _version(x))
 
     def _keep(self, candidates: _Candidates, k: int) -> tuple[SparseVector, float]:
         k = min(k, candidates.count)
@@ -253,6 +261,43 @@ class CpuKernels(ReferenceKernels):
             if old is not None:
                 self._buffers[name][:keep] = old[:keep]
         return self._buffers[name][:size]
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    """Where tensors lie that are one vector together. They must outlive this."""
+
+    addresses: np.ndarray
+    ends: np.ndarray  # in the vector
+
+    @classmethod
+    def of(cls, pieces: Sequence[Tensor]) -> _Pieces:
+        addresses = np.array([piece.data_ptr() for piece in pieces], np.int64)
+        return cls(addresses, np.cumsum([piece.numel() for piece in pieces], dtype=np.int64))
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """What `out` becomes: a residual plus a gradient in pieces."""
+
+    out: Tensor
+    array: np.ndarray  # out
+    residual: np.ndarray
+    pieces: _Pieces
+    past: bool  # write past the caches
+
+    @classmethod
+    def of(cls, out: Tensor, residual: Tensor, pieces: Sequence[Tensor]) -> _Sum:
+        _require_same_size(out, residual)
+        table = _Pieces.of(pieces)
+        if table.ends[-1] != residual.numel():
+            raise IndexError(f"pieces of {table.ends[-1]} entries do not make up a residual of {residual.numel()}.")
+        past = out.data_ptr() != residual.data_ptr() and out.data_ptr() % LINE_BYTES == 0
+        return cls(out, _numpy(out), _numpy(residual), table, past)
+
+    @property
+    def terms(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        return self.residual, self.pieces.addresses, self.pieces.ends
 
 
 @dataclass(frozen=True)

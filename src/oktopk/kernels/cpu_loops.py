@@ -13,7 +13,17 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from oktopk.kernels.cpu_simd import WORD, leading_zeros, mask_at_least, population, prefetch, trailing_zeros
+from oktopk.kernels.cpu_simd import (
+    WORD,
+    add_word,
+    add_word_past,
+    array_at,
+    leading_zeros,
+    mask_at_least,
+    population,
+    prefetch,
+    trailing_zeros,
+)
 
 DIGIT = 12  # bits a radix pass resolves: 4096 counters stay in the first-level cache
 LINE = 16  # entries a sample takes together: one cache line of float32
@@ -106,39 +116,74 @@ def compact(bits: Any, start: int, stop: int, key: Any, indices: Any, values: An
     return count, at
 
 
-@jit_reordered
-def accumulate_compact(
-    residual: Any, grad: Any, bits: Any, start: int, stop: int, key: Any, indices: Any, values: Any, count: int
-) -> Any:
-    """`accumulate` and `compact` of the result (`bits` is `residual`) in one pass, up to where room runs out.
+@jit
+def add_compact(
+    out: Any, residual: Any, addresses: Any, ends: Any, start: int, stop: int, key: Any, indices: Any, values: Any,
+    count: int, past: bool,
+) -> Any:  # fmt: skip
+    """out = residual + pieces, and `compact` of the result, from start up to stop or to where room runs out.
 
-    Returns the sum of squares, the new count and where it stopped. Word by word: while one is compared the next is on
-    its way from memory, which makes this about as fast as the addition alone.
+    Piece p lies at addresses[p] and goes up to ends[p]. `out` may be `residual`; if it is not, and begins on a cache
+    line, `past` writes it past the caches. Returns the sum of squares, the new count and where it stopped.
     """
-    room = indices.size - WORD
-    at, total = start, 0.0
+    room, at, total, piece = indices.size - WORD, start, 0.0, 0
     while at < stop and count <= room:
-        first, end = count, min(at + TILE, stop)
+        while ends[piece] <= at:
+            piece += 1
+        base = ends[piece - 1] if piece else 0
+        grad = array_at(addresses[piece], ends[piece] - base, residual)
+        more, count, at = _add_piece(
+            out, residual, grad, base, at, min(ends[piece], stop), key, indices, values, count, past
+        )
+        total += more
+    return total, count, at
+
+
+@jit
+def _add_piece(
+    out: Any, residual: Any, grad: Any, base: int, start: int, stop: int, key: Any, indices: Any, values: Any,
+    count: int, past: bool,
+) -> Any:  # fmt: skip
+    """`add_compact` of a piece. Word by word: while one is compared the next is on its way from memory."""
+    room, at, total = indices.size - WORD, start, 0.0
+    bits, sums = out.view(values.dtype), values.view(out.dtype)
+    while at < stop and count <= room:
+        first, end = count, min(at - at % TILE + TILE, stop)
         while at < end and count <= room:
-            length = min(WORD, end - at)
             for line in range(FAR, FAR + WORD, LINE):
                 prefetch(residual, at + line)
-                prefetch(grad, at + line)
-            if length == WORD:
-                sums, addends = residual[at : at + WORD], grad[at : at + WORD]
-                for i in range(WORD):  # as in `accumulate`, but of a length that the compiler knows
-                    value = sums[i] + addends[i]
-                    sums[i] = value
-                    total += np.float64(value) * np.float64(value)
-                word = mask_at_least(bits, at, key)
+                prefetch(grad, at - base + line)
+            if at % WORD or end - at < WORD:
+                # To the border of a word, where a cache line begins too.
+                length = min(WORD - at % WORD, end - at)
+                more = _add_few(out, residual, grad, base, at, at + length)
+                word = _tail_mask(bits, at, at + length, key)
+            elif past:
+                length = WORD
+                word, more = add_word_past(out, at, residual, grad, at - base, key)
             else:
-                total += accumulate(residual[at:end], grad[at:end])
-                word = _tail_mask(bits, at, end, key)
+                length = WORD
+                word, more = add_word(out, at, residual, grad, at - base, key)
+            total += more
             count = append_places(word, at, indices, count)
             at += length
-        for i in range(first, count):
-            values[i] = bits[indices[i]]
+        if past:  # what was written is far away
+            for i in range(first, count):
+                sums[i] = residual[indices[i]] + grad[indices[i] - base]
+        else:
+            for i in range(first, count):
+                sums[i] = out[indices[i]]
     return total, count, at
+
+
+@jit
+def _add_few(out: Any, residual: Any, grad: Any, base: int, start: int, stop: int) -> Any:
+    total = 0.0
+    for i in range(start, stop):
+        value = residual[i] + grad[i - base]
+        out[i] = value
+        total += np.float64(value) * np.float64(value)
+    return total
 
 
 @jit
@@ -177,15 +222,18 @@ def compact_largest(bits: Any, key: Any, k: int, indices: Any, values: Any, coun
 
 
 @jit
-def accumulate_compact_largest(
-    residual: Any, grad: Any, bits: Any, key: Any, k: int, indices: Any, values: Any, counters: Any
-) -> Any:
-    """As `accumulate_compact` of all, with the rule of `compact_largest`. Returns the sum of squares and the count."""
-    size = bits.size
-    total, count, at = accumulate_compact(residual, grad, bits, 0, size, key, indices, values, 0)
+def add_compact_largest(
+    out: Any, residual: Any, addresses: Any, ends: Any, key: Any, k: int, indices: Any, values: Any, counters: Any,
+    past: bool,
+) -> Any:  # fmt: skip
+    """As `add_compact` of all, with the rule of `compact_largest`. Returns the sum of squares and the count."""
+    size = out.size
+    total, count, at = add_compact(out, residual, addresses, ends, 0, size, key, indices, values, 0, past)
     while at < size:
         count, kth = keep_largest(indices, values, count, k, counters, indices, values)
-        more, count, at = accumulate_compact(residual, grad, bits, at, size, kth + _ONE, indices, values, count)
+        more, count, at = add_compact(
+            out, residual, addresses, ends, at, size, kth + _ONE, indices, values, count, past
+        )
         total += more
     return total, count
 
@@ -260,17 +308,20 @@ def sample(bits: Any, seed: int, keys: Any) -> Any:
 
 
 @jit
-def sample_sum(residual: Any, grad: Any, seed: int, sums: Any) -> Any:
-    """residual + grad on the lines that `sample` would take."""
+def sample_sum(residual: Any, addresses: Any, ends: Any, seed: int, sums: Any) -> Any:
+    """residual + pieces (see `add_compact`) on the lines that `sample` would take."""
     lines = residual.size // LINE
     wanted = min(sums.size // LINE, lines)
-    state, ratio = np.uint64(seed), lines / max(1, wanted)
+    state, ratio, piece = np.uint64(seed), lines / max(1, wanted), 0
     for stretch in range(wanted):
         state = _scramble(state)
         at = _line_in(stretch, ratio, lines, state) * LINE
-        line, addend, to = residual[at : at + LINE], grad[at : at + LINE], sums[stretch * LINE : (stretch + 1) * LINE]
+        to = sums[stretch * LINE : (stretch + 1) * LINE]
         for i in range(LINE):
-            to[i] = line[i] + addend[i]
+            while ends[piece] <= at + i:
+                piece += 1
+            base = ends[piece - 1] if piece else 0
+            to[i] = residual[at + i] + array_at(addresses[piece], ends[piece] - base, residual)[at + i - base]
     return wanted * LINE
 
 

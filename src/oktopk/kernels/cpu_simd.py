@@ -8,11 +8,14 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+from numba.np.arrayobj import populate_array
 
 WORD = 64  # entries compared at once: one bit of a uint64 each
 LINE_BYTES = 64  # of a cache line
 
 _I8, _I16, _I32, _I64 = (ir.IntType(width) for width in (8, 16, 32, 64))
+_DOUBLE = ir.DoubleType()
+_ANY_ORDER = ("reassoc", "contract")
 _LANES = {16: 32, 32: 16, 64: 8}  # bits of an entry -> entries in 512 bits; narrower processors split them
 
 
@@ -97,10 +100,77 @@ def stream_line(typing: Any, to: Any, at: Any, source: Any, start: Any) -> Any:
         target = builder.gep(_data(context, builder, signature, args), [args[1]])
         line = builder.load(builder.bitcast(origin, vector.as_pointer()), align=element.width // 8)
         store = builder.store(line, builder.bitcast(target, vector.as_pointer()), align=LINE_BYTES)
-        store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(_I32, 1)]))
+        _stream(builder, store)
         return context.get_dummy_value()
 
     return types.void(to, types.intp, source, types.intp), generate
+
+
+def _add_word(past: bool) -> Any:
+    """An intrinsic that adds 64 entries, compares and squares them while they are in registers."""
+
+    def add(typing: Any, out: Any, at: Any, residual: Any, grad: Any, grad_at: Any, key: Any) -> Any:
+        bits = types.Integer.from_bitwidth(out.dtype.bitwidth, False)
+        result = types.Tuple((types.uint64, types.float64))
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            width, element = out.dtype.bitwidth, context.get_value_type(out.dtype)
+            lanes = _LANES[width]
+            floats, doubles = ir.VectorType(element, lanes), ir.VectorType(_DOUBLE, lanes)
+            integers = ir.VectorType(ir.IntType(width), lanes)
+            magnitude = ir.Constant(integers, [2 ** (width - 1) - 1] * lanes)
+            threshold = _splat(builder, args[5], integers)
+            bases = [
+                builder.gep(_data(context, builder, signature, args, which), [args[place]])
+                for which, place in ((0, 1), (2, 1), (3, 4))
+            ]
+            word, squares = ir.Constant(_I64, 0), ir.Constant(doubles, [0.0] * lanes)
+            for start in range(0, WORD, lanes):
+                target, *sources = (
+                    builder.bitcast(builder.gep(base, [ir.Constant(_I64, start)]), floats.as_pointer())
+                    for base in bases
+                )
+                total = builder.fadd(*(builder.load(source, align=width // 8) for source in sources))
+                store = builder.store(total, target, align=LINE_BYTES if past else width // 8)
+                if past:
+                    _stream(builder, store)
+                above = builder.icmp_unsigned(
+                    ">=", builder.and_(builder.bitcast(total, integers), magnitude), threshold
+                )
+                few = builder.zext(builder.bitcast(above, ir.IntType(lanes)), _I64)
+                word = builder.or_(word, builder.shl(few, ir.Constant(_I64, start)))
+                wide = total if width == 64 else builder.fpext(total, doubles)
+                squares = builder.fadd(squares, builder.fmul(wide, wide, flags=_ANY_ORDER), flags=_ANY_ORDER)
+            kind = ir.FunctionType(_DOUBLE, [_DOUBLE, doubles])
+            add_up = cgutils.get_or_insert_function(builder.module, kind, f"llvm.vector.reduce.fadd.v{lanes}f64")
+            energy = builder.call(add_up, [ir.Constant(_DOUBLE, 0.0), squares], fastmath=_ANY_ORDER)
+            return context.make_tuple(builder, result, [word, energy])
+
+        return result(out, types.intp, residual, grad, types.intp, bits), generate
+
+    return intrinsic(add)
+
+
+# add_word(out, at, residual, grad, grad_at, key): out[at + i] = residual[at + i] + grad[grad_at + i] for 64 entries.
+# Returns bit i: whether the sum, its sign removed, is at least `key`; and the sum of squares of the sums.
+add_word = _add_word(past=False)
+add_word_past = _add_word(past=True)  # out[at] begins a cache line; written as by `stream_line`
+
+
+@intrinsic
+def array_at(typing: Any, address: Any, size: Any, like: Any) -> Any:
+    """The array of `size` entries that begins at an address, with the dtype of `like`. Its owner must stay alive."""
+    kind = types.Array(like.dtype, 1, "C")
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        element = context.get_data_type(like.dtype)
+        width = ir.Constant(_I64, context.get_abi_sizeof(element))
+        array = context.make_array(kind)(context, builder)
+        data = builder.inttoptr(args[0], element.as_pointer())
+        populate_array(array, data, [args[1]], [width], width, None)
+        return array._getvalue()
+
+    return kind(types.intp, types.intp, like), generate
 
 
 @intrinsic
@@ -112,6 +182,11 @@ def publish(typing: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(), generate
+
+
+def _stream(builder: Any, store: Any) -> None:
+    """Let a store go past the caches."""
+    store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(_I32, 1)]))
 
 
 def _data(context: Any, builder: Any, signature: Any, args: Any, which: int = 0) -> Any:

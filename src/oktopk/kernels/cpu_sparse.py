@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from oktopk.kernels.cpu_loops import TILE, append_places, jit, magnitude_mask
-from oktopk.kernels.cpu_simd import LINE_BYTES, WORD, prefetch, publish, stream_line
+from oktopk.kernels.cpu_simd import LINE_BYTES, WORD, array_at, prefetch, publish, stream_line
 
 WINDOW = 1 << 15  # entries of the index space that sum_windows covers at once
 AHEAD = 24  # scattered accesses asked for in advance
@@ -128,25 +128,34 @@ def subtract_at(residual: Any, indices: Any, values: Any) -> Any:
 
 
 @jit
-def fill(out: Any, indices: Any, values: Any, aligned: bool) -> Any:
-    """out = values at ascending indices, zero elsewhere; how many entries it could place.
+def fill(addresses: Any, ends: Any, indices: Any, values: Any) -> Any:
+    """Pieces (as in `cpu_loops.add_compact`) = values at ascending indices, zero elsewhere; how many it could place."""
+    tile, at, base = np.zeros(TILE, values.dtype), 0, 0
+    for piece in range(ends.size):
+        out = array_at(addresses[piece], ends[piece] - base, values)
+        lead = -addresses[piece] % LINE_BYTES
+        at = _fill_piece(out, base, lead // values.itemsize, indices, values, at, tile)
+        base = ends[piece]
+    publish()
+    return at
 
-    An `aligned` out is written past the caches, which spares reading it first: it is all replaced.
-    """
-    tile = np.zeros(TILE, out.dtype)
-    line = LINE_BYTES // out.itemsize
-    at = 0
-    for start in range(0, out.size, TILE):
-        length, first = min(TILE, out.size - start), at
-        while at < indices.size and 0 <= indices[at] - start < length:
-            tile[indices[at] - start] = values[at]
+
+@jit
+def _fill_piece(out: Any, base: int, lead: int, indices: Any, values: Any, at: int, tile: Any) -> Any:
+    """Write a piece past the caches, which spares reading it first: it is all replaced. `lead` entries come before its
+    first cache line. `tile` comes zero, and is left so. Returns how many values are placed then."""
+    line, start = LINE_BYTES // out.itemsize, 0
+    while start < out.size:
+        length, first = min(TILE, out.size - start) if start else min(lead or TILE, out.size), at
+        while at < indices.size and 0 <= indices[at] - base - start < length:
+            tile[indices[at] - base - start] = values[at]
             at += 1
-        whole = length // line * line if aligned else 0
+        whole = length // line * line if start or not lead else 0
         for i in range(0, whole, line):
             stream_line(out, start + i, tile, i)
         for i in range(whole, length):
             out[start + i] = tile[i]
         for i in range(first, at):
-            tile[indices[i] - start] = 0
-    publish()
+            tile[indices[i] - base - start] = 0
+        start += length
     return at

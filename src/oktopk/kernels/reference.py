@@ -22,6 +22,10 @@ class ReferenceKernels:
         residual.add_(grad)
         return float(residual.double().square().sum())
 
+    def add(self, out: Tensor, residual: Tensor, pieces: Sequence[Tensor], k: int = 0) -> float:
+        torch.add(residual, torch.cat([piece.flatten() for piece in pieces]), out=out)
+        return float(out.double().square().sum())
+
     def select_topk(self, x: Tensor, k: int) -> tuple[SparseVector, float]:
         magnitude = x.abs()
         k = min(k, int(magnitude.count_nonzero()))
@@ -71,9 +75,11 @@ class ReferenceKernels:
         residual.index_add_(0, sent.indices.long(), sent.values, alpha=-1)
         return float(residual[touched].double().square().sum() - before)
 
-    def fill_(self, out: Tensor, vector: SparseVector, scale: float) -> None:
-        out.zero_()
-        out[vector.indices.long()] = (vector.values * scale).to(out.dtype)
+    def fill_(self, pieces: Sequence[Tensor], vector: SparseVector, scale: float = 1.0) -> None:
+        whole = pieces[0].new_zeros(sum(piece.numel() for piece in pieces))
+        whole[vector.indices.long()] = (vector.values * scale).to(whole.dtype)
+        for piece, part in zip(pieces, whole.split([piece.numel() for piece in pieces]), strict=True):
+            piece.copy_(part.view(piece.shape))
 
 
 def _above(x: Tensor, threshold: float) -> Tensor:

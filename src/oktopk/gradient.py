@@ -1,0 +1,77 @@
+"""A gradient on its way: one vector, which lies in memory in one piece or in one for each parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Layout = tuple[tuple[str, int], ...]  # (parameter name, numel) in the order they lie in a flat bucket
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """Flat tensors of one dtype on one device: one for all of the layout, or one for each of its parameters."""
+
+    layout: Layout
+    pieces: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, layout: Sequence[tuple[str, int]], given: Tensor | Sequence[Tensor]) -> Gradient:
+        pieces = (given,) if isinstance(given, Tensor) else tuple(given)
+        return cls(tuple((str(name), int(numel)) for name, numel in layout), pieces)
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(name for name, _ in self.layout)
+
+    @property
+    def numel(self) -> int:
+        return sum(piece.numel() for piece in self.pieces)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.pieces[0].dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.pieces[0].element_size()
+
+    @property
+    def is_scattered(self) -> bool:
+        return len(self.pieces) > 1
+
+    def views(self) -> dict[str, Tensor]:
+        """The part of each parameter, by name."""
+        parts = self.pieces if self.is_scattered else self.pieces[0].split([numel for _, numel in self.layout])
+        return {name: part for (name, _), part in zip(self.layout, parts, strict=True)}
+
+    def groups(self, layouts: Sequence[Layout]) -> list[Gradient]:
+        """The same memory as several gradients, whose layouts make up this one's."""
+        if list(layouts) == [self.layout]:
+            return [self]
+        views = self.views()
+        return [Gradient(layout, tuple(views[name] for name, _ in layout)) for layout in layouts]
+
+    def joined(self) -> Tensor:
+        """All of it as one tensor: a copy if it is scattered."""
+        return torch.cat(self.pieces) if self.is_scattered else self.pieces[0]
+
+    def copy_(self, vector: Tensor) -> None:
+        """Replace it by a vector, which may be this very memory."""
+        for piece, part in zip(self.pieces, vector.split([piece.numel() for piece in self.pieces]), strict=True):
+            if piece.data_ptr() != part.data_ptr():
+                piece.copy_(part)
+
+    def fill_(self, value: float) -> None:
+        for piece in self.pieces:
+            piece.fill_(value)
+
+    def zero_(self, names: Collection[str]) -> None:
+        """Take some parameters out."""
+        if names:
+            for name, part in self.views().items():
+                if name in names:
+                    part.zero_()

@@ -1,0 +1,110 @@
+"""A gradient in pieces is reduced as the same gradient in one piece is, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from inputs import gradient
+from oktopk import Reducer
+from oktopk.algorithms import ALGORITHMS
+from oktopk.errors import NonFiniteError, UnsupportedError
+from oktopk.transport import run_world
+
+SIZES = {"a": 3000, "b": 1, "c": 777, "d": 0, "e": 64}
+LAYOUT = list(SIZES.items())
+TOTAL = sum(SIZES.values())
+
+
+def pieces_of(flat: Tensor) -> list[Tensor]:
+    return [part.clone() for part in flat.split(list(SIZES.values()))]
+
+
+def assert_same_residuals(one: Reducer, other: Reducer) -> None:
+    ours, theirs = one.residuals(), other.residuals()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+CASES = [
+    *(({}, algorithm, wire) for algorithm in ALGORITHMS for wire in ("float32", "bfloat16", "int8")),
+    ({"momentum_correction": 0.9, "factor_masking": True}, "oktopk", "float32"),
+    ({"threshold": "reused", "reestimate_every": 3}, "oktopk", "float32"),
+    ({"warmup_steps": 2}, "oktopk", "float32"),
+    ({"on_nonfinite": "skip"}, "oktopk", "float32"),
+]
+
+
+@pytest.mark.parametrize(("options", "algorithm", "wire"), CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_pieces_and_whole_agree(options: dict[str, Any], algorithm: str, wire: str, dtype: torch.dtype) -> None:
+    def work(transport: Any) -> None:
+        with (
+            Reducer(algorithm, 0.05, group=transport, wire=wire, min_numel=0, **options) as whole,
+            Reducer(algorithm, 0.05, group=transport, wire=wire, min_numel=0, **options) as scattered,
+        ):
+            for step in range(6):
+                flat = gradient("layers", TOTAL, transport.rank, step).to(dtype)
+                pieces = pieces_of(flat)
+                unused = ["c"] if step == 4 else []
+                whole.submit(LAYOUT, flat, unused).wait()
+                scattered.submit(LAYOUT, pieces, unused).wait()
+                assert torch.equal(torch.cat(pieces), flat)
+                assert_same_residuals(whole, scattered)
+                assert scattered.last_step.numel == TOTAL
+                assert scattered.last_step.residual_norm == pytest.approx(whole.last_step.residual_norm, rel=1e-6)
+                assert scattered.last_step.bytes_sent == whole.last_step.bytes_sent
+
+    run_world(3, work)
+
+
+@pytest.mark.parametrize("policy", ["raise", "skip"])
+def test_a_piece_that_is_not_finite_leaves_residuals_as_they_were(policy: str) -> None:
+    def work(transport: Any) -> None:
+        with Reducer("oktopk", 0.05, group=transport, min_numel=0, on_nonfinite=policy) as reducer:
+            reducer.submit(LAYOUT, pieces_of(gradient("normal", TOTAL, transport.rank, 0))).wait()
+            before = reducer.residuals()
+            bad = pieces_of(gradient("normal", TOTAL, transport.rank, 1))
+            if transport.rank == 1:
+                bad[2][5] = float("inf")
+            if policy == "raise":
+                with pytest.raises(NonFiniteError, match="rank 1 holds NaN or Inf"):
+                    reducer.submit(LAYOUT, bad).wait()
+            else:
+                reducer.submit(LAYOUT, bad).wait()
+                assert torch.cat(bad).isnan().all()
+            after = reducer.residuals()
+            assert all(torch.equal(before[name], after[name]) for name in before)
+            good = pieces_of(gradient("normal", TOTAL, transport.rank, 2))
+            reducer.submit(LAYOUT, good).wait()
+            assert torch.cat(good).isfinite().all() and torch.cat(good).count_nonzero() > 0
+
+    run_world(2, work)
+
+
+@pytest.mark.parametrize("scattered", [True, False])
+def test_sums_that_overflow_are_refused(scattered: bool) -> None:
+    def bucket() -> Any:
+        return [torch.full((2,), 3e38), torch.full((3,), 3e38)] if scattered else torch.full((5,), 3e38)
+
+    with Reducer("oktopk", 0.4, min_numel=0) as reducer:
+        reducer.submit([("a", 2), ("b", 3)], bucket()).wait()
+        with pytest.raises(NonFiniteError, match="overflows"):
+            reducer.submit([("a", 2), ("b", 3)], bucket()).wait()
+
+
+@pytest.mark.parametrize(
+    ("pieces", "message"),
+    [
+        ([torch.ones(2), torch.ones(3, dtype=torch.float64)], "several dtypes"),
+        ([torch.ones(3), torch.ones(2)], "one for each parameter"),
+        ([torch.ones(2), torch.ones(2)], "names 5 entries"),
+        ([torch.ones(2), torch.ones(3, dtype=torch.int32)], "only float32"),
+    ],
+)
+def test_pieces_that_do_not_fit_the_layout_are_refused(pieces: list[Tensor], message: str) -> None:
+    with Reducer("oktopk", 0.5, min_numel=0) as reducer, pytest.raises(UnsupportedError, match=message):
+        reducer.submit([("a", 2), ("b", 3)], pieces).wait()
