@@ -195,6 +195,13 @@ def test_the_learning_rate_follows_its_recipe(recipe: Recipe, step: int, expecte
     assert learning_rate(recipe, step, steps_per_epoch=10, world_size=4) == pytest.approx(expected)
 
 
+def test_a_shorter_run_has_a_shorter_warmup() -> None:
+    base = Recipe(epochs=8, warmup_steps=900)
+    warmups = [TrainConfig(epochs=epochs).recipe(base).warmup_steps for epochs in (0, 1, 8, 20)]
+    assert warmups == [0, 112, 900, 900]
+    assert TrainConfig(epochs=1, warmup_steps=300).recipe(base).warmup_steps == 300
+
+
 def test_an_analysis_of_everything_finds_full_overlap_and_no_distance() -> None:
     world = World(ThreadWorld(1).transports()[0])
     model = torch.nn.Linear(9, 10)

@@ -83,11 +83,15 @@ class TrainConfig:
             raise ConfigError(f"bucket_mb must be above 0, got {self.bucket_mb}.")
 
     def recipe(self, base: Recipe) -> Recipe:
-        """The preset's recipe with what the user said in its place."""
+        """The preset's recipe with what the user said in its place.
+
+        In a run of fewer epochs the dense warm-up is shorter too: it would else be all there is.
+        """
         said = {f.name: getattr(self, f.name) for f in fields(Recipe) if getattr(self, f.name) is not None}
         if said.get("norm_clip") == 0:
             said["norm_clip"] = None
-        return replace(base, **said)
+        epochs = min(said.get("epochs", base.epochs), base.epochs)
+        return replace(base, **{"warmup_steps": base.warmup_steps * epochs // max(1, base.epochs)} | said)
 
     def density_over_time(self, recipe: Recipe) -> Density:
         return dict(self.density_schedule) if self.density_schedule else recipe.density
