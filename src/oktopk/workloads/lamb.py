@@ -48,12 +48,13 @@ class Lamb(Optimizer):
             state["step"] = torch.zeros(())
             state["mean"], state["square"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
         state["step"] += 1
-        slow, slower = group["betas"]
+        steps, (slow, slower) = state["step"].item(), group["betas"]
         state["mean"].lerp_(parameter.grad, 1 - slow)
         state["square"].mul_(slower).addcmul_(parameter.grad, parameter.grad, value=1 - slower)
-        mean = state["mean"] / (1 - slow ** state["step"].item())
-        square = state["square"] / (1 - slower ** state["step"].item())
-        update = mean / (square.sqrt() + group["eps"]) + group["weight_decay"] * parameter
+        # One temporary, worked on in place: mean / (root of square + eps), both as if they had not begun at zero.
+        update = state["square"].sqrt().mul_((1 - slower**steps) ** -0.5).add_(group["eps"])
+        torch.div(state["mean"], update, out=update).mul_(1 / (1 - slow**steps))
+        update.add_(parameter, alpha=group["weight_decay"])
         parameter.sub_(update, alpha=group["lr"] * _trust(parameter, update))
 
 
