@@ -238,12 +238,18 @@ def test_entries_above_a_threshold_agree_with_the_specification(kernels: Kernels
         seed=st.integers(0, 2**20),
         dtype=st.sampled_from([torch.float32, torch.float64]),
         rank=st.floats(0, 1),
+        lower=st.floats(0, 1),
+        ties=st.integers(0, 30),
     )
-    def check(numel: int, seed: int, dtype: torch.dtype, rank: float) -> None:
+    def check(numel: int, seed: int, dtype: torch.dtype, rank: float, lower: float, ties: int) -> None:
         (vector,) = pieces(1, numel, seed, dtype)
         magnitudes = sorted([0.0, *vector.values.abs().float().tolist()])
         threshold = magnitudes[int(rank * (len(magnitudes) - 1))]
+        low = magnitudes[int(rank * lower * (len(magnitudes) - 1))]
         assert_same(kernels.above(vector, threshold), SPEC.above(vector, threshold))
+        assert_same(kernels.above(vector, threshold, low, ties), SPEC.above(vector, threshold, low, ties))
+        most = kernels.above(vector, threshold).nnz + ties
+        assert kernels.above(vector, threshold, low, ties).nnz == min(most, kernels.above(vector, low).nnz)
 
     check()
 

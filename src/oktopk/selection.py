@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from statistics import NormalDist
 from typing import Any
 
@@ -38,16 +39,17 @@ def winners(region: SparseVector, k: int, octave: int, numel: int, transport: Tr
     """Keep about k of `numel` entries over the regions of all ranks, those largest in magnitude.
 
     All ranks add up a small histogram of magnitudes and read the same threshold off it. Only when many entries tie at
-    the threshold do they count those ties, and take them in the order of ranks and indices until k are reached.
+    the threshold are these taken in the order of ranks and indices until k are reached.
     """
     histograms = _Histograms(region.values, index_dtype(numel), transport, kernels)
     cut = _agree_on_cut(histograms, k, octave)
-    if not cut.excess:
+    if not cut.wanted:
         return winners_above(region, cut.threshold, cut.octave, kernels, cut.counts)
-    reached = _at_least(region.values, cut.threshold)
-    tied = (reached & ~_at_least(region.values, cut.next_threshold)).nonzero().flatten()
-    reached[tied[_share_of_ties(tied.numel(), cut.wanted, transport) :]] = False
-    return Winners(region.at(reached.nonzero().flatten()), cut.threshold, cut.octave)
+    ties = cut.ties or _count_ties(region, cut, transport, kernels)
+    shares = _shares_of_ties(ties, cut.wanted)
+    kept = kernels.above(region, cut.sure, cut.threshold, shares[transport.rank])
+    counts = cut.counts and [count + share for count, share in zip(cut.counts, shares, strict=True)]
+    return Winners(kept, cut.threshold, cut.octave, counts)
 
 
 def winners_above(
@@ -61,10 +63,10 @@ def winners_above(
 class _Cut:
     threshold: float
     octave: int
-    next_threshold: float = 0.0  # upper border of the bin that starts at threshold
-    wanted: int = 0  # how many of that bin's entries to take, when it has too many
-    excess: bool = False
-    counts: list[int] | None = None  # entries above the threshold on each rank, if their histograms are known
+    sure: float  # what reaches this survives; it is the threshold unless there are ties
+    counts: list[int] | None  # how many entries of each rank do, if their histograms are known
+    wanted: int = 0  # how many of those between threshold and sure do, when they are too many: they count as ties
+    ties: list[int] | None = None  # how many of these each rank has, if known
 
 
 def _agree_on_cut(histograms: _Histograms, k: int, octave: int) -> _Cut:
@@ -72,7 +74,7 @@ def _agree_on_cut(histograms: _Histograms, k: int, octave: int) -> _Cut:
     from_top = _from_top(exponents)
     totals = from_top.sum(0)
     if int(totals[0]) <= k:
-        return _Cut(0.0, octave, counts=histograms.by_rank(from_top[:, 0]))
+        return _Cut(0.0, octave, 0.0, histograms.by_rank(from_top[:, 0]))
     found = int((totals >= k).nonzero().max())
     if found != octave:
         fine = histograms.octave(found)
@@ -86,11 +88,13 @@ def _cut_inside(histograms: _Histograms, from_top: Tensor, octave: int, k: int) 
     with_bin, without = int(totals[bin_of]), int(totals[bin_of + 1])
     low, high = _bin_border(octave, bin_of), _bin_border(octave, bin_of + 1)
     slack = max(k // TOLERANCE, 16)
+    with_ties, sure = histograms.by_rank(from_top[:, bin_of]), histograms.by_rank(from_top[:, bin_of + 1])
     if with_bin - k <= slack:
-        return _Cut(low, octave, counts=histograms.by_rank(from_top[:, bin_of]))
+        return _Cut(low, octave, low, with_ties)
     if k - without <= slack and without > 0:
-        return _Cut(high, octave, counts=histograms.by_rank(from_top[:, bin_of + 1]))
-    return _Cut(low, octave, high, k - without, excess=True)
+        return _Cut(high, octave, high, sure)
+    ties = with_ties and sure and [a - b for a, b in zip(with_ties, sure, strict=True)]
+    return _Cut(low, octave, high, sure, k - without, ties)
 
 
 def _from_top(counts: Tensor) -> Tensor:
@@ -99,10 +103,15 @@ def _from_top(counts: Tensor) -> Tensor:
     return torch.cat([above, above.new_zeros(above.shape[0], 1)], dim=1)
 
 
-def _share_of_ties(mine: int, wanted: int, transport: Transport) -> int:
-    """How many of its ties this rank keeps, when all ranks together keep `wanted`: lower ranks first."""
-    counts = [row[0] for row in transport.agree([mine])]
-    return min(max(0, wanted - sum(counts[: transport.rank])), mine)
+def _count_ties(region: SparseVector, cut: _Cut, transport: Transport, kernels: Kernels) -> list[int]:
+    mine = kernels.above(region, cut.threshold).nnz - kernels.above(region, cut.sure).nnz
+    return [row[0] for row in transport.agree([mine])]
+
+
+def _shares_of_ties(ties: list[int], wanted: int) -> list[int]:
+    """How many of its ties each rank keeps, when all of them together keep `wanted`: lower ranks first."""
+    before = accumulate(ties, initial=0)
+    return [min(max(0, wanted - already), own) for already, own in zip(before, ties, strict=False)]
 
 
 @dataclass(frozen=True)
@@ -138,10 +147,7 @@ class _Histograms:
         return self._count(_FINE_SHIFT, octave << (_EXPONENT_SHIFT - _FINE_SHIFT), _FINE_BINS)
 
     def _count(self, shift: int, first: int, bins: int) -> Tensor:
-        counts = self.kernels.magnitude_histogram(self.values, shift, first, bins).clone()
-        if first == 0:
-            counts[0] -= (self.values == 0).sum()
-        return counts
+        return self.kernels.magnitude_histogram(self.values, shift, first, bins)
 
     def _told(self, counts: Tensor) -> Tensor:
         mine = counts.to(self.dtype).to(self.transport.device)
@@ -156,12 +162,6 @@ def _bin_border(octave: int, bin_of: int) -> float:
     bits = (octave << _EXPONENT_SHIFT) + (bin_of << _FINE_SHIFT)
     border: float = struct.unpack("<f", struct.pack("<I", bits))[0]
     return border
-
-
-def _at_least(values: Tensor, threshold: float) -> Tensor:
-    # Compared as float32, as the histogram was, so that counts and choice agree for float64 too.
-    magnitude = values.abs().float()
-    return (magnitude >= threshold) & (values != 0)
 
 
 class ReusedThreshold:

@@ -55,7 +55,7 @@ class Kernels(Protocol):
     def magnitude_histogram(self, values: Tensor, shift: int, first: int, bins: int) -> Tensor:
         """int64 [bins]: how many |values|, as float32 bit patterns shifted right by `shift`, fall on first + i.
 
-        Bit patterns of positive floats are ordered as the floats are. What lies outside is not counted.
+        Bit patterns of positive floats are ordered as the floats are. Zeros and what lies outside are not counted.
         """
         ...
 
@@ -67,8 +67,11 @@ class Kernels(Protocol):
         """The entries of `vector` whose index is in `indices` too; both ascending and without repetition."""
         ...
 
-    def above(self, vector: SparseVector, threshold: float) -> SparseVector:
-        """The non-zero entries of a sparse vector whose magnitude, rounded to float32, reaches `threshold`."""
+    def above(self, vector: SparseVector, threshold: float, lower: float = 0.0, ties: int = 0) -> SparseVector:
+        """The non-zero entries of a sparse vector whose magnitude, rounded to float32, reaches `threshold`.
+
+        Also the first `ties` of those that only reach `lower`.
+        """
         ...
 
     def retain_(self, residual: Tensor, sent: SparseVector) -> float:

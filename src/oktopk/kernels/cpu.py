@@ -98,6 +98,8 @@ class CpuKernels(ReferenceKernels):
         return int(sum(self._team.run(bits.size, lambda start, stop: loops.count_at_least(bits[start:stop], key))))
 
     def magnitude_histogram(self, values: Tensor, shift: int, first: int, bins: int) -> Tensor:
+        if values.dtype == torch.float64:  # what is not zero may be so as float32
+            return super().magnitude_histogram(values, shift, first, bins)
         counts = np.zeros(bins, np.int64)
         sparse.histogram(_bits(values.float()), shift, first, counts)
         return torch.from_numpy(counts)
@@ -120,13 +122,13 @@ class CpuKernels(ReferenceKernels):
         count = sparse.common(_numpy(vector.indices), _bits(vector.values), _numpy(indices), kept, bits)
         return _vector(vector, kept[:count], bits[:count])
 
-    def above(self, vector: SparseVector, threshold: float) -> SparseVector:
+    def above(self, vector: SparseVector, threshold: float, lower: float = 0.0, ties: int = 0) -> SparseVector:
         if vector.values.dtype != torch.float32:
-            return super().above(vector, threshold)
+            return super().above(vector, threshold, lower, ties)
         _require_same_size(vector.indices, vector.values)
         kept, bits = self._room_for(vector)
-        key = _key(threshold, vector.values.dtype)
-        count = sparse.keep_at_least(_numpy(vector.indices), _bits(vector.values), key, kept, bits)
+        sure, low = _key(threshold, torch.float32), _key(lower, torch.float32)
+        count = sparse.keep_at_least(_numpy(vector.indices), _bits(vector.values), sure, low, ties, kept, bits)
         return _vector(vector, kept[:count], bits[:count])
 
     def retain_(self, residual: Tensor, sent: SparseVector) -> float:

@@ -22,11 +22,12 @@ _LAST = np.int64(2**63 - 1)
 
 @jit
 def histogram(bits: Any, shift: int, first: int, counts: Any) -> Any:
-    """Add to counts[i] how many keys, shifted right by `shift`, are first + i."""
+    """Add to counts[i] how many keys, shifted right by `shift`, are first + i; those of zero count nowhere."""
     magnitude = magnitude_mask(bits)
     for i in range(bits.size):
-        place = np.int64((bits[i] & magnitude) >> np.uint64(shift)) - first
-        if 0 <= place < counts.size:
+        key = bits[i] & magnitude
+        place = np.int64(key >> np.uint64(shift)) - first
+        if key and 0 <= place < counts.size:
             counts[place] += 1
 
 
@@ -101,13 +102,16 @@ def common(indices: Any, values: Any, others: Any, to_indices: Any, to_values: A
 
 
 @jit
-def keep_at_least(indices: Any, bits: Any, key: Any, to_indices: Any, to_bits: Any) -> Any:
-    """Copy the entries whose key reaches `key`; there is room for one more than all of them."""
+def keep_at_least(indices: Any, bits: Any, key: Any, low: Any, ties: int, to_indices: Any, to_bits: Any) -> Any:
+    """Copy the entries whose key reaches `key`, and the first `ties` that only reach `low`; room is for one more."""
     magnitude, count = magnitude_mask(bits), 0
     for i in range(bits.size):
+        own = bits[i] & magnitude
+        tied = (own >= low) & (own < key) & (ties > 0)
         to_indices[count] = indices[i]
         to_bits[count] = bits[i]
-        count += bits[i] & magnitude >= key
+        count += (own >= key) | tied
+        ties -= tied
     return count
 
 

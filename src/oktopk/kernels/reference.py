@@ -47,7 +47,7 @@ class ReferenceKernels:
     def magnitude_histogram(self, values: Tensor, shift: int, first: int, bins: int) -> Tensor:
         # Integer bits, not logarithms: exact at the borders of bins, and the same on every device.
         bin_of = (values.abs().float().view(torch.int32).long() >> shift) - first
-        inside = bin_of[(bin_of >= 0) & (bin_of < bins)]
+        inside = bin_of[(bin_of >= 0) & (bin_of < bins) & (values != 0)]
         return torch.bincount(inside, minlength=bins)
 
     def sum_sparse(self, vectors: Sequence[SparseVector]) -> SparseVector:
@@ -65,8 +65,11 @@ class ReferenceKernels:
         at = torch.searchsorted(indices, vector.indices).clamp_(max=indices.numel() - 1)
         return vector.at((indices[at] == vector.indices).nonzero().flatten())
 
-    def above(self, vector: SparseVector, threshold: float) -> SparseVector:
-        reached = (vector.values.abs().float() >= threshold) & (vector.values != 0)
+    def above(self, vector: SparseVector, threshold: float, lower: float = 0.0, ties: int = 0) -> SparseVector:
+        magnitude = vector.values.abs().float()
+        reached = (magnitude >= threshold) & (vector.values != 0)
+        tied = (~reached & (magnitude >= lower) & (vector.values != 0)).nonzero().flatten()
+        reached[tied[:ties]] = True
         return vector.at(reached.nonzero().flatten())
 
     def retain_(self, residual: Tensor, sent: SparseVector) -> float:
