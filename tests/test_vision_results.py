@@ -13,7 +13,7 @@ from oktopk.cli.train import Train
 
 def outcome(algorithm: str, seed: int, value: float, lower: bool = False) -> Outcome:
     density = 1.0 if algorithm == "dense" else 0.02
-    return Outcome(Trial("vision", algorithm, seed), "accuracy", lower, value, 10_000_000, 100_000_000, 60.0, density)
+    return Outcome(Trial("vision", algorithm, seed), "accuracy", lower, value, 10_000_000, 100_000_000, 60.0, 0.013, density)
 
 
 def write_run(runs, trial, **changed):
@@ -21,10 +21,11 @@ def write_run(runs, trial, **changed):
     folder.mkdir(parents=True)
     summary = {
         "metric": "accuracy", "validation": {"accuracy": 0.9, "loss": 0.3}, "bytes_sent": 5, "dense_bytes": 50,
-        "wall_seconds": 1.5,
     } | changed  # fmt: skip
     (folder / "config.json").write_text(json.dumps({"lower_is_better": False, "density": 0.02}))
     (folder / "summary.json").write_text(json.dumps(summary))
+    steps = [{"wall_seconds": wall, "seconds": {"data": 0.02}} for wall in (1.0, 1.2, 1.4, 30.0, 30.2)]
+    (folder / "steps.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
 
 
 def test_only_runs_that_ran_to_their_end_count(tmp_path):
@@ -32,6 +33,9 @@ def test_only_runs_that_ran_to_their_end_count(tmp_path):
     write_run(tmp_path, whole)
     write_run(tmp_path, stopped, stopped_by="SIGTERM")
     assert read_outcome(tmp_path, whole).value == 0.9
+    # A machine that did something else for half a minute does not count.
+    assert read_outcome(tmp_path, whole).seconds == pytest.approx(1.0)
+    assert read_outcome(tmp_path, whole).data_share == pytest.approx(0.1)
     assert read_outcome(tmp_path, stopped) is None and read_outcome(tmp_path, unseen) is None
 
 
@@ -61,7 +65,7 @@ def test_the_page_keeps_what_others_wrote(tmp_path):
     page = path.read_text()
     assert page.startswith("# Results") and page.endswith("## Speech\n\nmore\n")
     assert page.count(BEGIN) == page.count(END) == 1
-    assert "| oktopk | 0.8 | 1 | yes | 10.0 MB | 10.0% | 60 s |" in page
+    assert "| oktopk | 0.8 | 1 | yes | 10.0 MB | 10.0% | 60 s | 1.3% |" in page
 
 
 def test_a_training_that_is_stopped_stops_the_rest(tmp_path, monkeypatch, capsys):

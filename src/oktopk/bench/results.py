@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import platform
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,8 @@ class Outcome:
     value: float
     bytes_sent: int
     dense_bytes: int
-    seconds: float
+    seconds: float  # of all steps, as if each took what the median does
+    data_share: float  # of a step spent waiting for data
     density: float
 
 
@@ -57,6 +58,7 @@ class Row:
     bytes_sent: float
     of_dense: float
     seconds: float
+    data_share: float
     density: float
     as_good_as_dense: bool | None  # within 2 standard deviations or 1%, or better; None: no dense runs to compare with
 
@@ -71,7 +73,7 @@ class Row:
 
 def trials(workloads: Sequence[str], algorithms: Sequence[str], seeds: Sequence[int]) -> list[Trial]:
     """Seed by seed, so that a table with fewer seeds is complete early."""
-    return [Trial(w, a, s) for s, w, a in itertools.product(seeds, workloads, algorithms)]
+    return [Trial(w, a, s) for s, w, a in product(seeds, workloads, algorithms)]
 
 
 def read_outcome(runs: Path, trial: Trial) -> Outcome | None:
@@ -83,6 +85,9 @@ def read_outcome(runs: Path, trial: Trial) -> Outcome | None:
     summary, config = run.summary, run.config
     if not summary or summary.get("stopped_by") or summary["metric"] not in summary.get("validation", {}):
         return None
+    steps = run.rows("steps.jsonl")
+    step = statistics.median([b["wall_seconds"] - a["wall_seconds"] for a, b in pairwise(steps)] or [0.0])
+    data = statistics.median([row["seconds"]["data"] for row in steps] or [0.0])
     return Outcome(
         trial,
         summary["metric"],
@@ -90,7 +95,8 @@ def read_outcome(runs: Path, trial: Trial) -> Outcome | None:
         summary["validation"][summary["metric"]],
         summary["bytes_sent"],
         summary["dense_bytes"],
-        summary["wall_seconds"],
+        len(steps) * step,
+        data / step if step else 0.0,
         1.0 if trial.algorithm == BASELINE else config["density"],
     )
 
@@ -119,6 +125,7 @@ def _row(group: Sequence[Outcome], dense: Sequence[Outcome] | None) -> Row:
         statistics.mean(outcome.bytes_sent for outcome in group),
         sum(outcome.bytes_sent for outcome in group) / max(1, sum(outcome.dense_bytes for outcome in group)),
         statistics.mean(outcome.seconds for outcome in group),
+        max(outcome.data_share for outcome in group),
         first.density,
         _as_good(group, dense) if dense and group is not dense else None,
     )
@@ -138,8 +145,9 @@ def section(table: Sequence[Row], command: str, workers: int) -> str:
         BEGIN,
         f"`{command}`, {workers} workers, {describe_machine()}. Mean and standard deviation over the seeds; *sent* is",
         "what one worker sends in the whole training, dense warm-up included; *as good* means within two standard",
-        "deviations of dense, within 1% of it, or better. Times are those of workers on one shared machine without a",
-        "network: they say what selection costs, not what it gains.",
+        "deviations of dense, within 1% of it, or better. *Time* is the median step times the number of steps, without",
+        "validation, of workers on one shared machine without a network: it says what selection costs, not what it gains.",
+        "*Data* is the share of a step spent waiting for the next batch, in the worst of the seeds.",
         "",
     ]
     for workload in dict.fromkeys(row.workload for row in table):
@@ -153,12 +161,12 @@ def _table(part: Sequence[Row]) -> list[str]:
     lines = [
         f"### {first.workload}, preset small, density {density:g}",
         "",
-        f"| algorithm | {first.metric} | seeds | as good | sent | of dense | time |",
-        "|---|--:|--:|---|--:|--:|--:|",
+        f"| algorithm | {first.metric} | seeds | as good | sent | of dense | time | data |",
+        "|---|--:|--:|---|--:|--:|--:|--:|",
     ]
     lines += [
         f"| {row.algorithm} | {_spread(row)} | {len(row.values)} | {_word(row.as_good_as_dense)} "
-        f"| {row.bytes_sent / 1e6:.1f} MB | {row.of_dense:.1%} | {row.seconds:.0f} s |"
+        f"| {row.bytes_sent / 1e6:.1f} MB | {row.of_dense:.1%} | {row.seconds:.0f} s | {row.data_share:.1%} |"
         for row in part
     ]
     return [*lines, ""]
