@@ -145,9 +145,9 @@ def section(table: Sequence[Row], command: str, workers: int) -> str:
         BEGIN,
         f"`{command}`, {workers} workers, {describe_machine()}. Mean and standard deviation over the seeds; *sent* is",
         "what one worker sends in the whole training, dense warm-up included; *as good* means within two standard",
-        "deviations of dense, within 1% of it, or better. *Time* is the median step times the number of steps, without",
-        "validation, of workers on one shared machine without a network: it says what selection costs, not what it gains.",
-        "*Data* is the share of a step spent waiting for the next batch, in the worst of the seeds.",
+        "deviations of dense, within 1% of it, or better. *Time* is the median step times the number of steps, of",
+        "workers on one shared machine without a network: it says what selection costs, not what it gains. *Data* is",
+        "the share of a step spent waiting for the next batch, in the worst of the seeds.",
         "",
     ]
     for workload in dict.fromkeys(row.workload for row in table):
