@@ -13,7 +13,8 @@ from oktopk.cli.train import Train
 
 def outcome(algorithm: str, seed: int, value: float, lower: bool = False) -> Outcome:
     density = 1.0 if algorithm == "dense" else 0.02
-    return Outcome(Trial("vision", algorithm, seed), "accuracy", lower, value, 10_000_000, 100_000_000, 60.0, 0.013, density)
+    trial = Trial("vision", algorithm, seed)
+    return Outcome(trial, "accuracy", lower, value, 10_000_000, 100_000_000, 60.0, 0.013, density)
 
 
 def write_run(runs, trial, **changed):

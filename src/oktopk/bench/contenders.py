@@ -1,8 +1,8 @@
 """Who takes part in the step benchmark: every way to synchronise a DDP model that a user might pick instead of ours.
 
 A contender is named as in tables: "floor", "ddp dense", "ddp fp16", "powersgd 1", or one of ours, with its wire format:
-"oktopk bfloat16". A third word says how buckets are made: "single" is one bucket for all of the gradient, "fused" joins
-DDP's buckets to one vector at the end of backward.
+"oktopk bfloat16". A third word says how buckets are made: "fused" reduces DDP's buckets as one vector at the end of
+backward, "single" is one bucket for all of the gradient.
 """
 
 from collections.abc import Callable, Iterable
@@ -25,8 +25,8 @@ BASELINES = ("floor", "ddp dense", "ddp fp16", "powersgd 1", "powersgd 4")
 OURS = (
     *(f"{algorithm} float32" for algorithm in ALGORITHMS),
     *(f"oktopk {wire}" for wire in WIRES[1:]),
-    "oktopk bfloat16 single",
-    "oktopk int8 single",
+    "oktopk bfloat16 fused",
+    "oktopk int8 fused",
     AUTO,
 )
 EVERYONE = (*BASELINES, *OURS)
@@ -39,7 +39,7 @@ class Attached:
     """A model that is synchronised in one way."""
 
     model: nn.Module
-    bucket_mb: int
+    bucket_mb: int  # of what is reduced as one vector
     warmup: int  # steps until it does what it does for the rest of its life
     sent: Callable[[], int]  # bytes this rank sent in the last step by its own account; -1 if it keeps none
     phases: Callable[[], dict[str, float]] = field(default=dict)
@@ -112,7 +112,7 @@ def _ours(model: nn.Module, algorithm: str, wire: str, density: float, cap_mb: i
     warmup = 2 + (trials(AutoConfig()) if algorithm == AUTO else 0)
     return Attached(
         ddp,
-        cap_mb,
+        SINGLE_BUCKET_MB if fuse == "step" else cap_mb,
         warmup,
         lambda: int(reducer.last_step.bytes_sent),
         lambda: dict(reducer.last_step.seconds),

@@ -93,8 +93,8 @@ def _overlap(place: Place, quick: bool, say: Say) -> Any:
 PARTS: dict[str, Part] = {
     "step-1gbit": Part(4, "1gbit", "oktopk bench step --network 1gbit --repeats 3", _step(EVERYONE, 3)),
     "step-100mbit": Part(4, "100mbit", "oktopk bench step --network 100mbit --repeats 1", _step(EVERYONE, 1)),
-    "step-10gbit": Part(4, "10gbit", "oktopk bench step --network 10gbit --repeats 3", _step(FAST_NETWORKS, 3)),
-    "step-loopback": Part(4, "loopback", "oktopk bench step --network loopback --repeats 3", _step(FAST_NETWORKS, 3)),
+    "step-10gbit": Part(4, "10gbit", "oktopk bench step --network 10gbit --repeats 5", _step(FAST_NETWORKS, 5)),
+    "step-loopback": Part(4, "loopback", "oktopk bench step --network loopback --repeats 5", _step(FAST_NETWORKS, 5)),
     "allreduce": Part(4, "1gbit", "oktopk bench allreduce --numels 1000000 10000000 --world-sizes 4", _allreduce),
     "scaling": Part(16, "loopback", "oktopk bench scaling", _scaling),
     "overlap": Part(2, "100mbit", "oktopk bench overlap", _overlap),
