@@ -7,12 +7,11 @@ magnitude that is not zero.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import njit
 
+from oktopk.compiling import jit, jit_reordered
 from oktopk.kernels.cpu_simd import (
     WORD,
     add_word,
@@ -34,23 +33,6 @@ FAR = 1024  # entries that a scan asks for in advance
 
 _ONE = np.uint64(1)
 _ALL = np.uint64(0xFFFFFFFFFFFFFFFF)
-
-
-def jit(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """Compile at the first call, release the interpreter while running, and keep the machine code on disk.
-
-    numba keeps it beside the module, or in the user's cache directory when that is read-only, or in NUMBA_CACHE_DIR.
-    """
-    try:
-        compiled: Callable[..., Any] = njit(nogil=True, cache=True, **options)(function)
-    except RuntimeError:  # nowhere to write: each process then compiles for itself
-        compiled = njit(nogil=True, **options)(function)
-    return compiled
-
-
-def jit_reordered(function: Callable[..., Any]) -> Callable[..., Any]:
-    """As `jit`; sums may be formed in another order, which lets them use vectors."""
-    return jit(function, fastmath={"reassoc", "contract"})
 
 
 @jit

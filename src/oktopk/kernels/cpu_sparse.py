@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from oktopk.kernels.cpu_loops import TILE, append_places, jit, magnitude_mask
+from oktopk.compiling import jit
+from oktopk.kernels.cpu_loops import TILE, append_places, magnitude_mask
 from oktopk.kernels.cpu_simd import LINE_BYTES, WORD, array_at, prefetch, publish, stream_line
 
 WINDOW = 1 << 15  # entries of the index space that sum_windows covers at once

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
+from oktopk.compiling import jit
+
 _ONE = np.uint64(1)
-
-
-def jit(function: Callable[..., Any]) -> Callable[..., Any]:
-    try:
-        compiled: Callable[..., Any] = njit(nogil=True, cache=True)(function)
-    except RuntimeError:  # nowhere to keep the machine code
-        compiled = njit(nogil=True)(function)
-    return compiled
 
 
 @intrinsic

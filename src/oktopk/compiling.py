@@ -1,0 +1,25 @@
+"""How loops become machine code. Imported only by rooms that can do without: numba may be missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from numba import njit
+
+
+def jit(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """Compile at the first call, release the interpreter while running, and keep the machine code on disk.
+
+    numba keeps it beside the module, or in the user's cache directory when that is read-only, or in NUMBA_CACHE_DIR.
+    """
+    try:
+        compiled: Callable[..., Any] = njit(nogil=True, cache=True, **options)(function)
+    except RuntimeError:  # nowhere to write: each process then compiles for itself
+        compiled = njit(nogil=True, **options)(function)
+    return compiled
+
+
+def jit_reordered(function: Callable[..., Any]) -> Callable[..., Any]:
+    """As `jit`; sums may be formed in another order, which lets them use vectors."""
+    return jit(function, fastmath={"reassoc", "contract"})
