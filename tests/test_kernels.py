@@ -353,8 +353,7 @@ def test_candidates_take_little_memory() -> None:
     kernels = CpuKernels()
     kernels.accumulate_(x, x.clone(), k)
     kernels.select_topk(x, k)
-    fixed = cpu_module.SAMPLE * 4  # the sample does not grow with the gradient
-    assert kernels.scratch_bytes - fixed <= 0.05 * x.nbytes
+    assert kernels.scratch_bytes <= 0.07 * x.nbytes  # the sample included, which does not grow with the gradient
 
 
 def test_dispatch_chooses_compiled_kernels_on_cpu_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from oktopk.kernels.cpu_team import Team
 from oktopk.kernels.reference import ReferenceKernels
 from oktopk.types import SparseVector, index_dtype
 
-SAMPLE = 1 << 16  # entries that tell a threshold; more = fewer candidates, slower sample
+SAMPLE = 1 << 15  # entries that tell a threshold; more = fewer candidates, slower sample
 SHARE = 64  # a sample is at most one of this many entries
 SEED = 0x1E3779B97F4A7C15  # where in its stretch a sampled line lies; any positive int64
 SLACK = 1.25  # room for candidates, as a multiple of k
@@ -100,9 +100,9 @@ class CpuKernels(ReferenceKernels):
     def magnitude_histogram(self, values: Tensor, shift: int, first: int, bins: int) -> Tensor:
         if values.dtype == torch.float64:  # what is not zero may be so as float32
             return super().magnitude_histogram(values, shift, first, bins)
-        counts = np.zeros(bins, np.int64)
+        counts = np.zeros(bins + 2, np.int64)
         sparse.histogram(_bits(values.float()), shift, first, counts)
-        return torch.from_numpy(counts)
+        return torch.from_numpy(counts[1:-1])
 
     def sum_sparse(self, vectors: Sequence[SparseVector]) -> SparseVector:
         if len({(v.indices.dtype, v.values.dtype) for v in vectors}) > 1 or vectors[0].values.dtype not in _FLOATS:
@@ -111,10 +111,9 @@ class CpuKernels(ReferenceKernels):
             return vectors[0]
         for vector in vectors:
             _require_same_size(vector.indices, vector.values)
-        ends = np.cumsum([vector.nnz for vector in vectors])
-        indices = torch.cat([vector.indices for vector in vectors]).numpy()
-        values = torch.cat([vector.values for vector in vectors]).numpy()
-        return self._sum(indices, values, ends, vectors[0].numel)
+        indices = [vector.indices.contiguous() for vector in vectors]
+        values = [vector.values.contiguous() for vector in vectors]
+        return self._sum(indices, values, vectors[0].numel)
 
     def common(self, vector: SparseVector, indices: Tensor) -> SparseVector:
         _require_same_size(vector.indices, vector.values)
@@ -229,12 +228,14 @@ class CpuKernels(ReferenceKernels):
         )
         return _vector(candidates.source, indices, values), _magnitude_of(int(kth), candidates.source.dtype)
 
-    def _sum(self, indices: np.ndarray, values: np.ndarray, ends: np.ndarray, numel: int) -> SparseVector:
-        sums = self._buffer("sums", values.dtype, sparse.WINDOW)
+    def _sum(self, indices: Sequence[Tensor], values: Sequence[Tensor], numel: int) -> SparseVector:
+        places, contents = _Pieces.of(indices), _Pieces.of(values)
+        sizes = np.diff(places.ends, prepend=0)
+        like, room = _numpy(values[0]).dtype, int(places.ends[-1]) + WORD
+        sums = self._buffer("sums", like, sparse.WINDOW)
         touched = self._buffer("touched", np.uint64, sparse.WINDOW // WORD)
-        cursors = np.concatenate([[0], ends[:-1]])
-        union, total = np.empty(indices.size + WORD, indices.dtype), np.empty(indices.size + WORD, values.dtype)
-        count = sparse.sum_windows(indices, values, cursors, ends, sums, touched, union, total)
+        union, total = np.empty(room, _numpy(indices[0]).dtype), np.empty(room, like)
+        count = sparse.sum_windows(places.addresses, contents.addresses, sizes, sums, touched, union, total)
         if count < 0:
             self._buffers.clear()  # half a sum is left in them
             raise IndexError("indices of vectors to sum must ascend from 0 on, each once per vector.")

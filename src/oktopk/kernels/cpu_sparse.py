@@ -23,36 +23,38 @@ _LAST = np.int64(2**63 - 1)
 
 @jit
 def histogram(bits: Any, shift: int, first: int, counts: Any) -> Any:
-    """Add to counts[i] how many keys, shifted right by `shift`, are first + i; those of zero count nowhere."""
-    magnitude = magnitude_mask(bits)
+    """Add to counts[i + 1] how many keys, shifted right by `shift`, are first + i; zeros and others to both ends.
+
+    Without a branch: whether a key lies inside is a coin toss.
+    """
+    magnitude, last = magnitude_mask(bits), np.int64(counts.size - 1)
     for i in range(bits.size):
         key = bits[i] & magnitude
-        place = np.int64(key >> np.uint64(shift)) - first
-        if key and 0 <= place < counts.size:
-            counts[place] += 1
+        place = np.int64(key >> np.uint64(shift)) - first + 1
+        counts[min(max(place, 0), last) * (key > 0)] += 1
 
 
 @jit
 def sum_windows(
-    indices: Any, values: Any, cursors: Any, ends: Any, sums: Any, touched: Any, to_indices: Any, to_values: Any
+    places: Any, contents: Any, sizes: Any, sums: Any, touched: Any, to_indices: Any, to_values: Any
 ) -> Any:
-    """Sum ascending lists: list s is indices[cursors[s]:ends[s]] with its values.
+    """Sum ascending lists: list s has its sizes[s] indices at address places[s], its values at contents[s].
 
     Returns the length of the union, -1 if a list does not ascend. The index space is crossed in windows whose sums fit
     the cache, each list adding in turn, so every sum is formed in the order of the lists. `sums` [WINDOW] and `touched`
     [WINDOW / WORD] must come zero, and are left so; to_indices and to_values need room for a word more than is needed.
     """
-    count = 0
+    count, cursors = 0, np.zeros(sizes.size, np.int64)
     while True:
-        base = _next_index(indices, cursors, ends)
+        base = _next_index(places, sizes, cursors, to_indices)
         if base < 0:
             return count if base == _NONE else -1
         base -= base % WORD
         words: Any = 0
-        for source in range(cursors.size):
-            start, place = cursors[source], np.int64(-1)
-            here, there = indices[start : ends[source]], values[start : ends[source]]
-            at = 0
+        for source in range(sizes.size):
+            here = array_at(places[source], sizes[source], to_indices)
+            there = array_at(contents[source], sizes[source], to_values)
+            at, place = cursors[source], np.int64(-1)
             while at < here.size and here[at] < base + WINDOW:
                 before, place = place, np.int64(here[at]) - base
                 if place <= before:
@@ -60,17 +62,17 @@ def sum_windows(
                 sums[place] += there[at]
                 touched[place >> 6] |= _ONE << np.uint64(place & 63)
                 at += 1
-            cursors[source] = start + at
+            cursors[source] = at
             words = max(words, (place >> 6) + 1)
         count = _flush(base, words, sums, touched, to_indices, to_values, count)
 
 
 @jit
-def _next_index(indices: Any, cursors: Any, ends: Any) -> Any:
+def _next_index(places: Any, sizes: Any, cursors: Any, like: Any) -> Any:
     lowest = _LAST
-    for source in range(cursors.size):
-        if cursors[source] < ends[source]:
-            lowest = min(lowest, np.int64(indices[cursors[source]]))
+    for source in range(sizes.size):
+        if cursors[source] < sizes[source]:
+            lowest = min(lowest, np.int64(array_at(places[source], sizes[source], like)[cursors[source]]))
     return lowest if lowest < _LAST else _NONE
 
 
