@@ -59,7 +59,8 @@ def test_an_unknown_contender_is_refused_before_anything_starts() -> None:
 
 @needs_root
 def test_steps_are_measured_side_by_side_and_the_kernel_agrees_with_our_meter() -> None:
-    contenders = ("floor", "ddp dense", "ddp fp16", "powersgd 1", "oktopk float32", "oktopk bfloat16 fused")
+    ours = ("oktopk float32", "oktopk bfloat16 fused", "oktopk bfloat16 optimizer")
+    contenders = ("floor", "ddp dense", "ddp fp16", "powersgd 1", *ours)
     bench = StepBench(numel=NUMEL, contenders=contenders, seconds=0.2, repeats=1)
     with open_place(2, Network.parse("1gbit")) as place:
         results = {r.contender: r for r in bench_step(place, bench)}

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import platform
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -92,3 +96,25 @@ def test_momentum_correction_with_masking_stops_sent_momentum() -> None:
     optimizer.step()
     assert not any(v.any() for v in optimizer.reducer.feedback.velocities().values()), "all was sent, so all stops"
     optimizer.reducer.close()
+
+
+FAULTS = """
+import resource, torch, oktopk
+
+model = torch.nn.Sequential(*(torch.nn.Linear(1500, 1500) for _ in range(4)))
+inner = torch.optim.SGD(model.parameters(), lr=1e-6)
+optimizer = oktopk.DistributedOptimizer(inner, model, density=0.01, fuse="step")
+for step in range(8):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    optimizer.zero_grad()
+    model(torch.ones(2, 1500)).sum().backward()
+    optimizer.step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+optimizer.reducer.close()
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told to keep freed memory")
+def test_gradients_live_in_memory_that_was_touched_before() -> None:
+    done = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True, timeout=100)
+    assert int(done.stdout) < 1000, "fresh pages in a step whose gradients take 8,800"

@@ -1,8 +1,9 @@
 """Who takes part in the step benchmark: every way to synchronise a DDP model that a user might pick instead of ours.
 
 A contender is named as in tables: "floor", "ddp dense", "ddp fp16", "powersgd 1", or one of ours, with its wire format:
-"oktopk bfloat16". A third word says how buckets are made: "fused" reduces DDP's buckets as one vector at the end of
-backward, "single" is one bucket for all of the gradient.
+"oktopk bfloat16". A third word says how gradients are handed over: "fused" reduces DDP's buckets as one vector at the
+end of backward, "single" is one bucket for all of the gradient, "optimizer" is `DistributedOptimizer` around a plain
+loop, also as one vector; without it, DDP's buckets one by one.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,12 +15,15 @@ from torch import nn
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from oktopk.algorithms import ALGORITHMS
 from oktopk.autotune import AUTO, AutoConfig, trials
 from oktopk.config import WIRES
 from oktopk.errors import ConfigError, nearest
 from oktopk.front_ends.ddp import Fuse, HookState, hook
+from oktopk.front_ends.optimizer import DistributedOptimizer
+from oktopk.reducer import Reducer
 
 BASELINES = ("floor", "ddp dense", "ddp fp16", "powersgd 1", "powersgd 4")
 OURS = (
@@ -27,11 +31,14 @@ OURS = (
     *(f"oktopk {wire}" for wire in WIRES[1:]),
     "oktopk bfloat16 fused",
     "oktopk int8 fused",
+    "oktopk bfloat16 optimizer",
+    "oktopk int8 optimizer",
     AUTO,
 )
 EVERYONE = (*BASELINES, *OURS)
 DEFAULT_CAP_MB = 25  # DDP's own
 SINGLE_BUCKET_MB = 1_000_000
+LEARNING_RATE = 1e-4
 
 
 @dataclass(frozen=True)
@@ -39,6 +46,7 @@ class Attached:
     """A model that is synchronised in one way."""
 
     model: nn.Module
+    optimizer: Optimizer
     bucket_mb: int  # of what is reduced as one vector
     warmup: int  # steps until it does what it does for the rest of its life
     sent: Callable[[], int]  # bytes this rank sent in the last step by its own account; -1 if it keeps none
@@ -55,13 +63,16 @@ def attach(name: str, model: nn.Module, density: float, cap_mb: int = DEFAULT_CA
         return _builtin(model, details[0], cap_mb)
     if kind == "powersgd":
         return _powersgd(model, int(details[0]))
+    if "optimizer" in details:
+        return _our_optimizer(model, kind, details[0], density)
     cap_mb = SINGLE_BUCKET_MB if "single" in details else cap_mb
     return _ours(model, kind, details[0], density, cap_mb, "step" if "fused" in details else "bucket")
 
 
 def require_known(names: Iterable[str]) -> None:
     """Refuse names that `attach` would not understand, before any process is started."""
-    ours = {f"{name} {wire}{how}" for name in ALGORITHMS for wire in WIRES for how in ("", " single", " fused")}
+    hows = ("", " single", " fused", " optimizer")
+    ours = {f"{name} {wire}{how}" for name in ALGORITHMS for wire in WIRES for how in hows}
     for name in names:
         if name not in ours and name not in EVERYONE:
             raise ConfigError(f"unknown contender {name!r}. {nearest(name, ours | set(EVERYONE))}")
@@ -76,7 +87,7 @@ def _no_synchronisation(state: object, bucket: GradBucket) -> torch.futures.Futu
 def _floor(model: nn.Module, cap_mb: int) -> Attached:
     ddp = _ddp(model, cap_mb)
     ddp.register_comm_hook(None, _no_synchronisation)
-    return Attached(ddp, cap_mb, 2, lambda: 0)
+    return Attached(ddp, _sgd(ddp), cap_mb, 2, lambda: 0)
 
 
 def _builtin(model: nn.Module, values: str, cap_mb: int) -> Attached:
@@ -86,7 +97,7 @@ def _builtin(model: nn.Module, values: str, cap_mb: int) -> Attached:
         ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
     ranks = dist.get_world_size()
     numel = sum(parameter.numel() for parameter in model.parameters())
-    return Attached(ddp, cap_mb, 1, lambda: 2 * width * numel * (ranks - 1) // ranks)
+    return Attached(ddp, _sgd(ddp), cap_mb, 1, lambda: 2 * width * numel * (ranks - 1) // ranks)
 
 
 def _powersgd(model: nn.Module, rank: int) -> Attached:
@@ -94,7 +105,7 @@ def _powersgd(model: nn.Module, rank: int) -> Attached:
     ddp = _ddp(model, SINGLE_BUCKET_MB)
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
     ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    return Attached(ddp, SINGLE_BUCKET_MB, 3, lambda: -1)
+    return Attached(ddp, _sgd(ddp), SINGLE_BUCKET_MB, 3, lambda: -1)
 
 
 def _ours(model: nn.Module, algorithm: str, wire: str, density: float, cap_mb: int, fuse: Fuse) -> Attached:
@@ -110,14 +121,30 @@ def _ours(model: nn.Module, algorithm: str, wire: str, density: float, cap_mb: i
 
     # DDP changes its buckets after the first step; what is chosen by trying must have been chosen.
     warmup = 2 + (trials(AutoConfig()) if algorithm == AUTO else 0)
+    return _watched(ddp, _sgd(ddp), SINGLE_BUCKET_MB if fuse == "step" else cap_mb, warmup, reducer, close)
+
+
+def _our_optimizer(model: nn.Module, algorithm: str, wire: str, density: float) -> Attached:
+    optimizer = DistributedOptimizer(_sgd(model), model, algorithm, density, wire=wire, fuse="step")
+    return _watched(model, optimizer, SINGLE_BUCKET_MB, 2, optimizer.reducer, optimizer.reducer.close)
+
+
+def _watched(
+    model: nn.Module, optimizer: Optimizer, bucket_mb: int, warmup: int, reducer: Reducer, close: Callable[[], None]
+) -> Attached:
     return Attached(
-        ddp,
-        SINGLE_BUCKET_MB if fuse == "step" else cap_mb,
+        model,
+        optimizer,
+        bucket_mb,
         warmup,
         lambda: int(reducer.last_step.bytes_sent),
         lambda: dict(reducer.last_step.seconds),
         close,
     )
+
+
+def _sgd(model: nn.Module) -> Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
 
 
 def _ddp(model: nn.Module, cap_mb: int) -> DistributedDataParallel:

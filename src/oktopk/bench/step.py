@@ -20,7 +20,6 @@ from oktopk.bench.launch import Record, run_ranks
 from oktopk.bench.rank import World
 from oktopk.errors import ConfigError
 
-LEARNING_RATE = 1e-4
 MOST_STEPS, LEAST_STEPS = 30, 3
 
 
@@ -123,14 +122,13 @@ def measure(
 def _measure_one(
     world: World, attached: Attached, loss: Callable[[nn.Module], Tensor], seconds: float, counted: bool, per_host: int
 ) -> Record:
-    optimizer = torch.optim.SGD(attached.model.parameters(), lr=LEARNING_RATE)
     for _ in range(attached.warmup):
-        probe = _timed_step(attached, optimizer, loss)
+        probe = _timed_step(attached, loss)
     steps = _agreed_steps(probe, seconds)
     before, busy = world.wire_bytes()[0], process_time()
     times, phases = [], []
     for _ in range(steps):
-        times.append(_timed_step(attached, optimizer, loss))
+        times.append(_timed_step(attached, loss))
         phases.append(attached.phases())
     busy = (process_time() - busy) / steps
     dist.barrier()
@@ -144,12 +142,12 @@ def _measure_one(
     }  # fmt: skip
 
 
-def _timed_step(attached: Attached, optimizer: torch.optim.Optimizer, loss: Callable[[nn.Module], Tensor]) -> float:
+def _timed_step(attached: Attached, loss: Callable[[nn.Module], Tensor]) -> float:
     dist.barrier()
     started = perf_counter()
-    optimizer.zero_grad()
+    attached.optimizer.zero_grad()
     loss(attached.model).backward()
-    optimizer.step()
+    attached.optimizer.step()
     return perf_counter() - started
 
 

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from oktopk.config import Density
 from oktopk.errors import ConfigError, OkTopkError, UnsupportedError
 from oktopk.front_ends.broadcast import broadcast_
+from oktopk.front_ends.memory import keep_freed_memory
 from oktopk.front_ends.names import names_of
 from oktopk.front_ends.parameter_buckets import Named, ParameterBucket, in_buckets, in_one_bucket
 from oktopk.reducer import Reducer
@@ -51,6 +52,7 @@ class DistributedOptimizer(Optimizer):
         fuse: str = "bucket",
         bucket_mb: float = 25.0,
         scaler: Any = None,
+        keep_memory: bool = True,
         **options: Any,
     ) -> None:
         """Every rank must do this with the same arguments.
@@ -61,6 +63,8 @@ class DistributedOptimizer(Optimizer):
         `norm_clip_after`: limit of the norm of the mean.
         `fold_learning_rate`: residuals hold learning rate times gradient, as in the paper's algorithm, so that what is
             sent late weighs as much as when it was computed.
+        `keep_memory`: with parameters on the CPU, let this process keep the memory of gradients from step to step
+            (`mallopt` of glibc) instead of asking the system for it anew.
         `momentum_correction`, `factor_masking` and others: options of the reducer.
         """
         _check(optimizer, accumulate, fuse, options)
@@ -71,6 +75,8 @@ class DistributedOptimizer(Optimizer):
         named, buffers = _parameters(optimizer, model, buffers)
         self.reducer.communicate(lambda transport: broadcast_([*(p for _, p in named), *buffers], transport))
         trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+        if keep_memory and any(parameter.device.type == "cpu" for _, parameter in trained):
+            keep_freed_memory()
         self._buckets = in_one_bucket(trained) if fuse == "step" else in_buckets(trained, bucket_mb * 2**20)
         self._accumulate, self._scaler, self._fold = accumulate, scaler, fold_learning_rate
         self._norm_clip, self._norm_clip_after = norm_clip, norm_clip_after
