@@ -20,7 +20,7 @@ class Results:
     """Train small presets under several algorithms and seeds, and write what came of it.
 
     Finished runs are kept and not repeated, so it can be interrupted and called again. The page is written after each
-    run; all 54 of them take about an hour on 2 idle cores.
+    run; all 54 of them take about an hour and a half on 2 idle cores.
 
     Example:
       oktopk results --workloads vision --algorithms oktopk --seeds 0 --epochs 1 --runs runs/trial --out trial.md
