@@ -128,6 +128,13 @@ def test_the_machine_is_measured_in_seconds_that_make_sense() -> None:
     assert Machine(**machine.to_json()) == machine
 
 
+def test_the_better_of_two_measurements_counts_cost_by_cost() -> None:
+    one = Machine({"oktopk": 1.0}, {"int8": 4.0}, {"int8": 2.0}, 0.01, 0.5, 100.0, 2)
+    other = Machine({"oktopk": 2.0}, {"int8": 3.0}, {"int8": 2.0}, 0.01, 0.4, 90.0, 2)
+    best = Machine({"oktopk": 1.0}, {"int8": 3.0}, {"int8": 2.0}, 0.01, 0.4, 100.0, 2)
+    assert one.best_with(other) == other.best_with(one) == best
+
+
 def test_validation_compares_each_contender_that_the_planner_knows(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     write_run(path, _header(), [_result("floor", 0.2), _result("ddp dense", 1.5), _result("oktopk bfloat16", 0.3)])

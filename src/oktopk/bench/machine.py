@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 from time import perf_counter
 
@@ -33,6 +33,16 @@ class Machine:
     round_seconds: float  # software cost of one round of messages, without the network's own latency
     stack_bytes_per_second: float  # what the socket layer moves when no link limits it
     cores: int
+
+    def best_with(self, other: Machine) -> Machine:
+        """The better of two measurements, cost by cost: what else the machine did made the other one worse."""
+        return replace(
+            self,
+            per_entry={name: min(cost, other.per_entry[name]) for name, cost in self.per_entry.items()},
+            per_pair={wire: min(cost, other.per_pair[wire]) for wire, cost in self.per_pair.items()},
+            round_seconds=min(self.round_seconds, other.round_seconds),
+            stack_bytes_per_second=max(self.stack_bytes_per_second, other.stack_bytes_per_second),
+        )
 
     def to_json(self) -> dict[str, object]:
         return {name: dict(v) if isinstance(v, Mapping) else v for name, v in vars(self).items()}

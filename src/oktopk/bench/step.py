@@ -14,9 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from oktopk.bench import models
+from oktopk.bench.advise import measure_machine_in
 from oktopk.bench.cluster import Place
 from oktopk.bench.contenders import DEFAULT_CAP_MB, EVERYONE, Attached, attach, require_known
 from oktopk.bench.launch import Record, run_ranks
+from oktopk.bench.machine import Machine
 from oktopk.bench.rank import World
 from oktopk.errors import ConfigError
 
@@ -77,6 +79,15 @@ def bench_step(
         place, "oktopk.bench.step:measure", arguments, limit, lambda record: on_result(StepResult(**record))
     )
     return best([StepResult(**record) for record in records[0]])
+
+
+def bench_step_with_costs(
+    place: Place, bench: StepBench, on_result: Callable[[StepResult], None] = lambda result: None
+) -> tuple[list[StepResult], Machine]:
+    """The steps, and what the planner must know of the machine: its costs before and after, whichever were less."""
+    before = measure_machine_in(place, bench.density)
+    results = bench_step(place, bench, on_result)
+    return results, before.best_with(measure_machine_in(place, bench.density))
 
 
 def best(results: Sequence[StepResult]) -> list[StepResult]:

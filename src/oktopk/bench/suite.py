@@ -8,14 +8,13 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from oktopk.bench.advise import measure_machine_in
 from oktopk.bench.allreduce import Sweep, bench_allreduce
 from oktopk.bench.cluster import Place, open_place
 from oktopk.bench.contenders import EVERYONE
 from oktopk.bench.network import Network
 from oktopk.bench.overlap import OverlapBench, bench_overlap
 from oktopk.bench.runs import busy_notes, header, write_run
-from oktopk.bench.step import StepBench, bench_step
+from oktopk.bench.step import StepBench, bench_step_with_costs
 from oktopk.errors import ConfigError, nearest
 
 FAST_NETWORKS = (
@@ -66,8 +65,9 @@ def _step(contenders: tuple[str, ...], repeats: int, seconds: float) -> Callable
         bench = StepBench(contenders=contenders, repeats=repeats, seconds=seconds)
         if quick:
             bench = StepBench(numel=QUICK_NUMEL, contenders=contenders, repeats=1, seconds=0.3)
-        costs = measure_machine_in(place, bench.density)
-        results = bench_step(place, bench, lambda r: say(f"{r.contender}: {r.step_seconds * 1e3:.0f} ms per step"))
+        results, costs = bench_step_with_costs(
+            place, bench, lambda r: say(f"{r.contender}: {r.step_seconds * 1e3:.0f} ms per step")
+        )
         return results, costs.to_json()
 
     return work

@@ -54,20 +54,18 @@ class Step:
     plot: Path | None = None  # folder for a plot, as PNG and SVG
 
     def __call__(self) -> int:
-        from oktopk.bench.advise import measure_machine_in
         from oktopk.bench.contenders import EVERYONE
         from oktopk.bench.plots import save, step_times
         from oktopk.bench.runs import header, write_run
-        from oktopk.bench.step import StepBench, bench_step
+        from oktopk.bench.step import StepBench, bench_step_with_costs
 
         bench = StepBench(
             self.numel, self.model, self.density, self.contenders or EVERYONE, self.seconds, self.repeats,
             self.bucket_cap_mb,
         )  # fmt: skip
         with _place(self.hosts, self.network, self.latency, self.per_host) as place:
-            costs = measure_machine_in(place, self.density)
             with console().status("starting the ranks") as status:
-                results = bench_step(
+                results, costs = bench_step_with_costs(
                     place, bench, lambda r: status.update(f"{r.contender}: {r.step_seconds * 1e3:.0f} ms per step")
                 )
             run = header("step", _command(), place, costs.to_json())
