@@ -64,7 +64,7 @@ def test_a_run_stopped_inside_an_epoch_goes_on_as_if_nothing_had_happened(small_
 
 # What must be reached on the embedded data, and what is to be beaten: chance is 0.1, a linear model stays below 0.5;
 # the perplexity of words by their frequency alone is 299 (ptb) and that of pieces 494 (bert).
-CRITERIA = {"vision": ("accuracy", 0.85, 2.5), "ptb": ("perplexity", 130.0, 1.2), "bert": ("perplexity", 400.0, 1.1)}
+CRITERIA = {"vision": ("accuracy", 0.9, 4.0), "ptb": ("perplexity", 110.0, 1.4), "bert": ("perplexity", 350.0, 1.25)}
 
 
 @pytest.mark.slow
