@@ -18,7 +18,7 @@ from oktopk.types import SparseVector
 from oktopk.wire import Wire
 
 SAMPLE_NUMEL = 1 << 22  # entries; enough to leave the caches, little enough to take a second
-REPEATS = 3
+REPEATS = 15
 STREAM_BYTES = 32 << 20
 
 
