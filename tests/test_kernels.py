@@ -45,6 +45,13 @@ def example(numel: int, seed: int, kind: str, dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
+def grad_and_residual(case: tuple, wide: bool) -> tuple[Tensor, Tensor]:
+    """A residual in float64 (wide) or float32, and a gradient that is not wider."""
+    grad = example(*case)
+    residual = example(case[0], case[1] + 1, "normal", torch.float64 if wide else torch.float32)
+    return grad.float() if grad.dtype == torch.float64 and not wide else grad, residual
+
+
 def assert_same(ours: SparseVector, theirs: SparseVector) -> None:
     assert ours.numel == theirs.numel
     assert ours.indices.dtype == theirs.indices.dtype and ours.values.dtype == theirs.values.dtype
@@ -95,10 +102,7 @@ def test_accumulate_adds_exactly_and_measures_the_sum(kernels: Kernels) -> None:
     @settings(max_examples=100, deadline=None)
     @given(case=cases, k=st.integers(0, 500), wide=st.booleans())
     def check(case: tuple, k: int, wide: bool) -> None:
-        grad = example(*case)
-        residual = example(case[0], case[1] + 1, "normal", torch.float64 if wide else torch.float32)
-        if grad.dtype == torch.float64 and not wide:
-            grad = grad.float()
+        grad, residual = grad_and_residual(case, wide)
         expected = residual.clone()
         energy = SPEC.accumulate_(expected, grad)
         assert kernels.accumulate_(residual, grad, k) == pytest.approx(energy, rel=1e-9)
@@ -121,10 +125,7 @@ def test_add_leaves_the_residual_and_gathers_from_pieces(kernels: Kernels) -> No
     @settings(max_examples=100, deadline=None)
     @given(case=cases, k=st.integers(0, 500), wide=st.booleans())
     def check(case: tuple, k: int, wide: bool) -> None:
-        grad = example(*case)
-        residual = example(case[0], case[1] + 1, "normal", torch.float64 if wide else torch.float32)
-        if grad.dtype == torch.float64 and not wide:
-            grad = grad.float()
+        grad, residual = grad_and_residual(case, wide)
         before, out, expected = residual.clone(), torch.full_like(residual, 7.0), torch.empty_like(residual)
         energy = SPEC.add(expected, residual, [grad])
         assert kernels.add(out, residual, cut(grad, case[1]), k) == pytest.approx(energy, rel=1e-9)

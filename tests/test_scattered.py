@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -12,6 +13,9 @@ from inputs import gradient
 from oktopk import Reducer
 from oktopk.algorithms import ALGORITHMS
 from oktopk.errors import NonFiniteError, UnsupportedError
+from oktopk.feedback import Feedback
+from oktopk.gradient import Gradient
+from oktopk.kernels import ReferenceKernels
 from oktopk.transport import run_world
 
 SIZES = {"a": 3000, "b": 1, "c": 777, "d": 0, "e": 64}
@@ -96,12 +100,29 @@ def test_sums_that_overflow_are_refused(scattered: bool) -> None:
             reducer.submit([("a", 2), ("b", 3)], bucket()).wait()
 
 
+def test_what_was_prepared_for_a_refused_step_is_not_used_later() -> None:
+    feedback = Feedback(ReferenceKernels())
+    bad, good = (Gradient.of([("a", 2), ("b", 1)], [torch.full((2,), x), torch.full((1,), x)]) for x in (math.nan, 1.0))
+    assert feedback.prepare(bad, 1) is False
+    assert feedback.prepare(good, 0) is None  # a dense step: nothing is selected
+    assert torch.equal(feedback.compensate(good), torch.ones(3))
+
+
+def test_dense_steps_join_pieces_in_the_same_memory() -> None:
+    feedback = Feedback(ReferenceKernels())
+    first, second = (Gradient.of([("a", 2), ("b", 1)], [torch.full((2,), x), torch.full((1,), x)]) for x in (1.0, 2.0))
+    joined = feedback.joined(first)
+    assert torch.equal(joined, torch.ones(3))
+    assert feedback.joined(second).data_ptr() == joined.data_ptr()
+
+
 @pytest.mark.parametrize(
     ("pieces", "message"),
     [
         ([torch.ones(2), torch.ones(3, dtype=torch.float64)], "several dtypes"),
         ([torch.ones(3), torch.ones(2)], "one for each parameter"),
         ([torch.ones(2), torch.ones(2)], "names 5 entries"),
+        ([torch.ones(2), torch.ones(2), torch.ones(1)], "one for each parameter"),
         ([torch.ones(2), torch.ones(3, dtype=torch.int32)], "only float32"),
     ],
 )

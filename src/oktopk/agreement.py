@@ -77,7 +77,7 @@ def refusal(gradient: Gradient) -> OkTopkError | None:
     total = sum(numel for _, numel in layout)
     if total != gradient.numel:
         return UnsupportedError(f"the layout names {total} entries, but the tensor has {gradient.numel}.")
-    if gradient.is_scattered and any(n != piece.numel() for (_, n), piece in zip(layout, gradient.pieces, strict=True)):
+    if gradient.is_scattered and [numel for _, numel in layout] != [piece.numel() for piece in gradient.pieces]:
         return UnsupportedError("several tensors must be one for each parameter of the layout, of its size.")
     return None
 

@@ -27,24 +27,20 @@ class Feedback:
         self._residuals, self._velocities = ByName(), ByName()
         self._energy: dict[Layout, float] = {}  # sum of squares
         self._settled: set[Layout] = set()  # a dense step paid everything back, and nothing was added since
-        self._spares: dict[Layout, Tensor] = {}  # where `prepare` writes: what was the residual a step before
+        self._spares: dict[Layout, Tensor] = {}  # for `prepare`, what was the residual a step before; and for `joined`
         self._prepared: tuple[Layout, float] | None = None  # whose spare holds the next residual, and its energy
 
     def prepare(self, gradient: Gradient, k: int) -> bool | None:
         """Do the work of `compensate` beside the residual, which stays as it is until then. Whether all is finite.
 
         For a scattered gradient, which would otherwise be copied together: this takes no more memory, and the look for
-        NaN costs nothing. None: it is not such a gradient.
+        NaN costs nothing. None: it is not such a gradient, or nothing is going to be selected (k is 0).
         """
-        self._prepared = None
-        if self._momentum or not gradient.is_scattered:
+        self._prepared = None  # also what a step prepared that was then refused or skipped
+        if k == 0 or self._momentum or not gradient.is_scattered:
             return None
-        layout = gradient.layout
+        layout, spare = gradient.layout, self._spare(gradient)
         residual = self._residuals.get(layout, gradient.pieces[0])
-        spare = self._spares.get(layout)
-        if spare is None or spare.dtype != residual.dtype:
-            self._spares = {known: kept for known, kept in self._spares.items() if self._residuals.is_at(known)}
-            spare = self._spares[layout] = torch.empty_like(residual)
         energy = self._kernels.add(spare, residual, gradient.pieces, k)
         self._prepared = layout, energy
         return math.isfinite(energy)
@@ -64,6 +60,10 @@ class Feedback:
         residual = self._residuals.get(layout, gradient.pieces[0])
         self._energy[layout] = self._kernels.accumulate_(residual, self._with_momentum(gradient), k)
         return residual
+
+    def joined(self, gradient: Gradient) -> Tensor:
+        """All of a gradient as one tensor, which is good until the next call for its layout."""
+        return torch.cat(gradient.pieces, out=self._spare(gradient)) if gradient.is_scattered else gradient.pieces[0]
 
     def retain(self, layout: Layout, sent: Vector | None) -> None:
         """Everything not in `sent` stays owed."""
@@ -142,8 +142,18 @@ class Feedback:
         self._residuals, self._velocities, self._energy = ByName(residuals), ByName(velocities or {}), {}
         self._settled.clear()
 
+    def _spare(self, gradient: Gradient) -> Tensor:
+        """A vector for a scattered gradient, made once: fresh memory costs more than the work on it."""
+        layout, like = gradient.layout, gradient.pieces[0]
+        spare = self._spares.get(layout)
+        if spare is None or spare.dtype != residual_dtype(like.dtype):
+            kept = {known: vector for known, vector in self._spares.items() if gradient.names.isdisjoint(dict(known))}
+            spare = torch.empty(gradient.numel, dtype=residual_dtype(like.dtype), device=like.device)
+            self._spares = {**kept, layout: spare}
+        return spare
+
     def _with_momentum(self, gradient: Gradient) -> Tensor:
-        grad = gradient.joined()
+        grad = self.joined(gradient)
         if not self._momentum:
             return grad
         return self._velocities.get(gradient.layout, grad).mul_(self._momentum).add_(grad)

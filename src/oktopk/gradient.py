@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -23,11 +24,11 @@ class Gradient:
         pieces = (given,) if isinstance(given, Tensor) else tuple(given)
         return cls(tuple((str(name), int(numel)) for name, numel in layout), pieces)
 
-    @property
+    @cached_property
     def names(self) -> frozenset[str]:
         return frozenset(name for name, _ in self.layout)
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return sum(piece.numel() for piece in self.pieces)
 
@@ -54,10 +55,6 @@ class Gradient:
             return [self]
         views = self.views()
         return [Gradient(layout, tuple(views[name] for name, _ in layout)) for layout in layouts]
-
-    def joined(self) -> Tensor:
-        """All of it as one tensor: a copy if it is scattered."""
-        return torch.cat(self.pieces) if self.is_scattered else self.pieces[0]
 
     def copy_(self, vector: Tensor) -> None:
         """Replace it by a vector, which may be this very memory."""

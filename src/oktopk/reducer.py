@@ -183,7 +183,7 @@ class Reducer:
             stats = Stats(0, 0)
         else:
             stats = self._reduce_used_(turn, agreed.unused).stats
-        self._steps |= dict.fromkeys(gradient.names, turn.step + 1)
+        self._steps |= dict.fromkeys((name for name, _ in gradient.layout), turn.step + 1)
         self._recorder.take(turn, stats, self.feedback.norm(gradient.layout), skip)
         if self._tuner is not None and gradient.numel >= self.config.min_numel and not skip:
             way = Way(True, self._tools.wire.values) if turn.is_sparse else DENSE
@@ -251,7 +251,7 @@ class Reducer:
             raise Agreed(error) from error
 
     def _is_finite(self, turn: Turn) -> bool:
-        finite = self.feedback.prepare(turn.gradient, turn.k) if turn.is_sparse else None
+        finite = self.feedback.prepare(turn.gradient, turn.wanted)
         if finite is not None:
             return finite
         return all(self._tools.kernels.all_finite(piece) for piece in turn.gradient.pieces)
@@ -276,7 +276,11 @@ class Reducer:
     def _reduce_dense_(self, turn: Turn) -> Reduced:
         gradient = turn.gradient
         owes = self.feedback.owes(gradient.layout)
-        acc = self.feedback.compensate(gradient) if owes else gradient.joined().to(residual_dtype(gradient.dtype))
+        acc = (
+            self.feedback.compensate(gradient)
+            if owes
+            else self.feedback.joined(gradient).to(residual_dtype(gradient.dtype))
+        )
         reduced = self._dense.reduce(acc, gradient.numel)
         gradient.copy_(cast(Tensor, reduced.mean))
         if owes:
