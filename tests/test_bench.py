@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,15 @@ def test_two_ranks_on_a_host_share_its_counter() -> None:
     assert 0.3 * ring < results["ddp dense"].wire_bytes < 1.1 * ring, "one of two ring neighbours is on the same host"
 
 
+def test_who_waits_for_the_network_is_measured_once_and_the_others_in_every_round() -> None:
+    heard: list[str] = []
+    bench = StepBench(numel=1000, contenders=("floor", "ddp dense"), seconds=0.01, repeats=3)
+    for steady_seconds in (1e-9, 1e9):
+        with open_place(2, Network(None)) as place:
+            bench_step(place, replace(bench, steady_seconds=steady_seconds), lambda r: heard.append(r.contender))
+    assert heard == ["floor", "ddp dense"] + 3 * ["floor", "ddp dense"]
+
+
 def test_the_collective_alone_stays_between_its_bounds() -> None:
     sweep = Sweep((100_000,), (0.01,), (2,), ("topka", "oktopk"), ("float32",), repeats=2)
     results = {r.algorithm: r for r in bench_allreduce(Place(2), sweep)}
@@ -128,6 +138,7 @@ def test_the_page_has_machine_commands_spread_and_plots(tmp_path: Path) -> None:
     steps = best([_step("floor", 0.1), _step("ddp dense", 1.5), _step("oktopk bfloat16", 0.2)])
     costs = {
         "per_entry": {"dense": 1e-9, "oktopk": 1e-9, **dict.fromkeys(("topka", "topkdsa", "gtopk", "gaussiank"), 1e-9)},
+        "fused_per_entry": 8e-10,
         "per_pair": dict.fromkeys(("float32", "float16", "bfloat16", "int8"), 1e-8),
         "bytes_per_pair": {"float32": 5.0, "float16": 3.0, "bfloat16": 3.0, "int8": 2.0},
         "density": 0.01, "round_seconds": 1e-5, "stack_bytes_per_second": 1e9, "cores": 2,

@@ -11,6 +11,7 @@ from oktopk.bench.cost_model import predict
 from oktopk.bench.machine import Machine, measure_machine
 from oktopk.bench.network import Network
 from oktopk.bench.planner import (
+    CROWDED,
     Scenario,
     break_even,
     expected_bytes,
@@ -29,6 +30,7 @@ from oktopk.errors import ConfigError, DataError
 ALGORITHMS = ("dense", "topka", "topkdsa", "gtopk", "gaussiank", "oktopk")
 MACHINE = Machine(
     per_entry=dict.fromkeys(ALGORITHMS, 1e-9),
+    fused_per_entry=8e-10,
     per_pair=dict.fromkeys(WIRES, 2e-8),
     bytes_per_pair={"float32": 5.0, "float16": 3.0, "bfloat16": 3.0, "int8": 2.0},
     density=0.01,
@@ -129,9 +131,9 @@ def test_the_machine_is_measured_in_seconds_that_make_sense() -> None:
 
 
 def test_the_better_of_two_measurements_counts_cost_by_cost() -> None:
-    one = Machine({"oktopk": 1.0}, {"int8": 4.0}, {"int8": 2.0}, 0.01, 0.5, 100.0, 2)
-    other = Machine({"oktopk": 2.0}, {"int8": 3.0}, {"int8": 2.0}, 0.01, 0.4, 90.0, 2)
-    best = Machine({"oktopk": 1.0}, {"int8": 3.0}, {"int8": 2.0}, 0.01, 0.4, 100.0, 2)
+    one = Machine({"oktopk": 1.0}, 0.8, {"int8": 4.0}, {"int8": 2.0}, 0.01, 0.5, 100.0, 2)
+    other = Machine({"oktopk": 2.0}, 0.7, {"int8": 3.0}, {"int8": 2.0}, 0.01, 0.4, 90.0, 2)
+    best = Machine({"oktopk": 1.0}, 0.7, {"int8": 3.0}, {"int8": 2.0}, 0.01, 0.4, 100.0, 2)
     assert one.best_with(other) == other.best_with(one) == best
 
 
@@ -166,6 +168,23 @@ def test_the_plan_command_validates_a_run(capsys: pytest.CaptureFixture, tmp_pat
     write_run(path, _header(), [_result("floor", 0.2), _result("oktopk int8", 0.3)])
     assert main(["plan", "--validate", str(path)]) == 0
     assert "worst error" in capsys.readouterr().out
+
+
+def test_a_run_with_costs_of_another_version_is_refused(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    costs = {name: cost for name, cost in MACHINE.to_json().items() if name != "fused_per_entry"}
+    write_run(path, replace(_header(), costs=costs), [_result("floor", 0.2), _result("oktopk int8", 0.3)])
+    assert main(["plan", "--validate", str(path)]) == 2
+    assert "fused_per_entry" in capsys.readouterr().err
+
+
+def test_one_vector_is_spared_the_look_for_nan_and_the_crowd_beside_backward() -> None:
+    shared = replace(SLOW, ranks_per_core=2.0)
+    fused = replace(shared, bucket_bytes=1 << 40)
+    work = [predict_step(s, MACHINE, "oktopk", "int8").work_seconds for s in (shared, fused)]
+    assert work[0] == pytest.approx(CROWDED * (work[1] + 2 * SLOW.numel * 2e-10))
+    dense = [predict_step(s, MACHINE, "dense", "float32").work_seconds for s in (shared, fused)]
+    assert dense[0] == pytest.approx(CROWDED * dense[1]), "dense looks for NaN either way"
 
 
 def test_the_plan_command_refuses_an_impossible_rate(capsys: pytest.CaptureFixture) -> None:

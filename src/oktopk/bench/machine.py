@@ -11,13 +11,16 @@ from statistics import NormalDist
 from time import perf_counter
 
 import torch
+from torch import Tensor
 
-from oktopk.config import WIRES
+from oktopk.config import WIRES, GaussianKConfig
 from oktopk.kernels import choose
+from oktopk.kernels.base import Kernels
 from oktopk.types import SparseVector
 from oktopk.wire import Wire
 
-SAMPLE_NUMEL = 1 << 22  # entries; enough to leave the caches, little enough to take a second
+SAMPLE_NUMEL = 1 << 22  # entries; about those of a bucket
+FUSED = 4  # times as many when all buckets are one vector: what a reduction costs however long it is weighs less
 REPEATS = 15
 STREAM_BYTES = 32 << 20
 
@@ -27,6 +30,7 @@ class Machine:
     """Seconds of one core per unit of work; smaller is better."""
 
     per_entry: Mapping[str, float]  # algorithm -> seconds per gradient entry: compensate, select, retain, fill
+    fused_per_entry: float  # the same of sparse algorithms that choose exactly, all gradients as one (fuse="step")
     per_pair: Mapping[str, float]  # wire -> seconds to pack, unpack and add one index/value pair
     bytes_per_pair: Mapping[str, float]  # wire -> on the wire, at the density it was measured with
     density: float
@@ -39,6 +43,7 @@ class Machine:
         return replace(
             self,
             per_entry={name: min(cost, other.per_entry[name]) for name, cost in self.per_entry.items()},
+            fused_per_entry=min(self.fused_per_entry, other.fused_per_entry),
             per_pair={wire: min(cost, other.per_pair[wire]) for wire, cost in self.per_pair.items()},
             round_seconds=min(self.round_seconds, other.round_seconds),
             stack_bytes_per_second=max(self.stack_bytes_per_second, other.stack_bytes_per_second),
@@ -49,7 +54,7 @@ class Machine:
 
 
 def measure_machine(density: float = 0.01, numel: int = SAMPLE_NUMEL) -> Machine:
-    """Measure, in about two seconds, on one thread."""
+    """Measure, in a few seconds, on one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -57,6 +62,7 @@ def measure_machine(density: float = 0.01, numel: int = SAMPLE_NUMEL) -> Machine
         round_seconds, stack = _sockets()
         return Machine(
             per_entry=_per_entry(density, numel),
+            fused_per_entry=_fused_per_entry(density, FUSED * numel),
             per_pair={wire: seconds for wire, (seconds, _) in packing.items()},
             bytes_per_pair={wire: nbytes for wire, (_, nbytes) in packing.items()},
             density=density,
@@ -69,35 +75,51 @@ def measure_machine(density: float = 0.01, numel: int = SAMPLE_NUMEL) -> Machine
 
 
 def _per_entry(density: float, numel: int) -> dict[str, float]:
-    """Seconds per entry, by the way an algorithm chooses."""
-    grad, residual = torch.randn(numel), torch.randn(numel)
+    """Seconds per entry by algorithm, bucket by bucket."""
+    grad, residual, mean = (torch.randn(numel) for _ in range(3))
     kernels, k = choose(torch.device("cpu")).kernels, max(1, round(density * numel))
     threshold = NormalDist().inv_cdf(1 - density / 2) * 2**0.5
 
     def exact() -> None:
         kernels.all_finite(grad)
         kernels.accumulate_(residual, grad, k)
-        chosen, _ = kernels.select_topk(residual, k)
-        kernels.retain_(residual, chosen)
-        kernels.fill_([residual], chosen, 0.25)
+        _settle(kernels, residual, k, mean)
 
     def gaussian() -> None:
         exact()
         residual.mean(), residual.std(correction=0)
-        kernels.count_above(residual, threshold)
+        for _ in range(GaussianKConfig().corrections):  # gradients have longer tails than the normal distribution
+            kernels.count_above(residual, threshold)
         kernels.select_above(residual, threshold)
 
     def dense() -> None:
         kernels.all_finite(grad)
-        residual.copy_(grad)
-        residual.add_(grad).div_(4.0)
+        mean.copy_(grad)
+        mean.add_(grad).div_(4.0)
 
-    exact_seconds = _best(exact) / numel
     return {
         "dense": _best(dense) / numel,
         "gaussiank": _best(gaussian) / numel,
-        **dict.fromkeys(("topka", "topkdsa", "gtopk", "oktopk"), exact_seconds),
+        **dict.fromkeys(("topka", "topkdsa", "gtopk", "oktopk"), _best(exact) / numel),
     }
+
+
+def _fused_per_entry(density: float, numel: int) -> float:
+    """Seconds per entry of an algorithm that chooses exactly, all buckets as one."""
+    grad, residual, total, mean = (torch.randn(numel) for _ in range(4))
+    kernels, k = choose(torch.device("cpu")).kernels, max(1, round(density * numel))
+
+    def fused() -> None:
+        kernels.add(total, residual, [grad], k)
+        _settle(kernels, total, k, mean)
+
+    return _best(fused) / numel
+
+
+def _settle(kernels: Kernels, acc: Tensor, k: int, mean: Tensor) -> None:
+    chosen, _ = kernels.select_topk(acc, k)
+    kernels.retain_(acc, chosen)
+    kernels.fill_([mean], chosen, 0.25)
 
 
 def _per_pair(wire: str, density: float, numel: int) -> tuple[float, float]:

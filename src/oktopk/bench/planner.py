@@ -19,6 +19,7 @@ from oktopk.errors import ConfigError
 
 FRAMING = 0.957  # payload of a full Ethernet frame over its time on the wire, as iperf measures it
 BUCKET_BYTES = 25 << 20  # DDP's own
+CROWDED = 1.3  # work beside backward, when ranks share cores and so their caches, over the same work alone
 SLOWEST, FASTEST = 1e5, 1e13  # bits per second between which a break-even is looked for
 
 
@@ -172,10 +173,17 @@ def _work_seconds(scenario: Scenario, machine: Machine, algorithm: str, wire: st
         "gaussiank": k * ranks,
         "topkdsa": k + min(ranks * k, scenario.numel),
         "gtopk": k * 2 * ceil(log2(max(2, ranks))),
-        "oktopk": 2 * k,
+        "oktopk": 1.5 * k,  # packed once; but for the own part, unpacked twice and added once
     }[algorithm]
-    work = scenario.numel * machine.per_entry[algorithm] + packed * machine.per_pair[wire]
-    return work * max(1.0, scenario.ranks_per_core)
+    work = scenario.numel * _per_entry(scenario, machine, algorithm) + packed * machine.per_pair[wire]
+    crowding = CROWDED if scenario.ranks_per_core > 1 and scenario.buckets > 1 else 1.0
+    return work * crowding * max(1.0, scenario.ranks_per_core)
+
+
+def _per_entry(scenario: Scenario, machine: Machine, algorithm: str) -> float:
+    saved = machine.per_entry["oktopk"] - machine.fused_per_entry
+    is_fused = scenario.buckets == 1 and algorithm != "dense"
+    return machine.per_entry[algorithm] - (saved if is_fused else 0.0)
 
 
 def _link_seconds(scenario: Scenario, machine: Machine, algorithm: str, nbytes: float) -> float:

@@ -34,7 +34,8 @@ class StepBench:
     density: float = 0.01
     contenders: tuple[str, ...] = EVERYONE
     seconds: float = 4.0  # of measuring per contender and repeat; slower ones still get three steps
-    repeats: int = 2  # whole rounds over all contenders; the best round of each counts
+    repeats: int = 2  # rounds over all contenders; the best round of each counts
+    steady_seconds: float = 5.0  # who takes this long per step waits for the network, which is steady: gets one round
     bucket_cap_mb: int = DEFAULT_CAP_MB
 
     def __post_init__(self) -> None:
@@ -72,6 +73,7 @@ def bench_step(
     arguments = {
         "numel": bench.numel, "model": bench.model, "density": bench.density,
         "contenders": list(bench.contenders), "seconds": bench.seconds, "repeats": bench.repeats,
+        "steady_seconds": bench.steady_seconds,
         "cap_mb": bench.bucket_cap_mb, "counted": place.emulated, "per_host": place.per_host,
     }  # fmt: skip
     limit = 120.0 + len(bench.contenders) * bench.repeats * (20 * bench.seconds + 120)
@@ -109,11 +111,14 @@ def best(results: Sequence[StepResult]) -> list[StepResult]:
 
 def measure(
     world: World, numel: int, model: str, density: float, contenders: Sequence[str], seconds: float,
-    repeats: int, cap_mb: int, counted: bool, per_host: int,
+    repeats: int, steady_seconds: float, cap_mb: int, counted: bool, per_host: int,
 ) -> None:  # fmt: skip
     """The work of one rank: rounds over all contenders, one record each."""
+    steady: set[str] = set()
     for _ in range(repeats):
         for name in contenders:
+            if name in steady:
+                continue
             torch.manual_seed(0)
             if model:
                 module, loss = models.workload(model, world.rank, world.world_size)
@@ -122,6 +127,8 @@ def measure(
             attached = attach(name, module, density, cap_mb)
             record = _measure_one(world, attached, loss, seconds, counted, per_host)
             attached.close()
+            if record["step_seconds"] > steady_seconds:  # which is the same on all ranks
+                steady.add(name)
             buckets = attached.bucket_mb
             count = sum(parameter.numel() for parameter in module.parameters())
             if world.rank == 0:

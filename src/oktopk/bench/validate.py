@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from oktopk.bench.machine import Machine
@@ -64,4 +64,8 @@ def scenario_of(header: Header, results: Sequence[StepResult]) -> Scenario:
 
 
 def machine_of(costs: Mapping[str, Any]) -> Machine:
+    expected = {field.name for field in fields(Machine)}
+    if set(costs) != expected:
+        differing = ", ".join(sorted(set(costs) ^ expected))
+        raise ConfigError(f"this run has other costs than this version knows ({differing}): measure it again.")
     return Machine(**costs)

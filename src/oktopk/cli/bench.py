@@ -48,7 +48,7 @@ class Step:
     density: float = 0.01  # fraction of the gradient that sparse algorithms send
     contenders: tuple[str, ...] = ()  # who takes part; default: everyone
     seconds: float = 4.0  # measured per contender and round; slow ones get at least three steps
-    repeats: int = 2  # rounds over all contenders; the best round of each counts
+    repeats: int = 2  # rounds over all contenders; the best round of each counts; one is enough above 5 s per step
     bucket_cap_mb: int = 25  # DDP's bucket size; PowerSGD always gets one bucket (it hangs on Gloo with more)
     json: Path | None = None  # file for the results, as JSON lines; `oktopk plan --validate` reads it
     plot: Path | None = None  # folder for a plot, as PNG and SVG
@@ -61,7 +61,7 @@ class Step:
 
         bench = StepBench(
             self.numel, self.model, self.density, self.contenders or EVERYONE, self.seconds, self.repeats,
-            self.bucket_cap_mb,
+            bucket_cap_mb=self.bucket_cap_mb,
         )  # fmt: skip
         with _place(self.hosts, self.network, self.latency, self.per_host) as place:
             with console().status("starting the ranks") as status:
