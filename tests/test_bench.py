@@ -141,7 +141,7 @@ def test_the_page_has_machine_commands_spread_and_plots(tmp_path: Path) -> None:
         "fused_per_entry": 8e-10,
         "per_pair": dict.fromkeys(("float32", "float16", "bfloat16", "int8"), 1e-8),
         "bytes_per_pair": {"float32": 5.0, "float16": 3.0, "bfloat16": 3.0, "int8": 2.0},
-        "density": 0.01, "round_seconds": 1e-5, "stack_bytes_per_second": 1e9, "cores": 2,
+        "density": 0.01, "round_seconds": 1e-5, "message_seconds": 5e-6, "stack_bytes_per_second": 1e9, "cores": 2,
     }  # fmt: skip
     place = Place(4, Network(1e9), notes=("a note for readers",))
     emulated = type("Emulated", (Place,), {"emulated": True})(**vars(place))

@@ -11,7 +11,6 @@ from oktopk.bench.cost_model import predict
 from oktopk.bench.machine import Machine, measure_machine
 from oktopk.bench.network import Network
 from oktopk.bench.planner import (
-    CROWDED,
     Scenario,
     break_even,
     expected_bytes,
@@ -35,6 +34,7 @@ MACHINE = Machine(
     bytes_per_pair={"float32": 5.0, "float16": 3.0, "bfloat16": 3.0, "int8": 2.0},
     density=0.01,
     round_seconds=2e-5,
+    message_seconds=1e-5,
     stack_bytes_per_second=1e11,
     cores=8,
 )
@@ -131,9 +131,9 @@ def test_the_machine_is_measured_in_seconds_that_make_sense() -> None:
 
 
 def test_the_better_of_two_measurements_counts_cost_by_cost() -> None:
-    one = Machine({"oktopk": 1.0}, 0.8, {"int8": 4.0}, {"int8": 2.0}, 0.01, 0.5, 100.0, 2)
-    other = Machine({"oktopk": 2.0}, 0.7, {"int8": 3.0}, {"int8": 2.0}, 0.01, 0.4, 90.0, 2)
-    best = Machine({"oktopk": 1.0}, 0.7, {"int8": 3.0}, {"int8": 2.0}, 0.01, 0.4, 100.0, 2)
+    one = Machine({"oktopk": 1.0}, 0.8, {"int8": 4.0}, {"int8": 2.0}, 0.01, 0.5, 0.1, 100.0, 2)
+    other = Machine({"oktopk": 2.0}, 0.7, {"int8": 3.0}, {"int8": 2.0}, 0.01, 0.4, 0.2, 90.0, 2)
+    best = Machine({"oktopk": 1.0}, 0.7, {"int8": 3.0}, {"int8": 2.0}, 0.01, 0.4, 0.1, 100.0, 2)
     assert one.best_with(other) == other.best_with(one) == best
 
 
@@ -178,13 +178,19 @@ def test_a_run_with_costs_of_another_version_is_refused(capsys: pytest.CaptureFi
     assert "fused_per_entry" in capsys.readouterr().err
 
 
-def test_one_vector_is_spared_the_look_for_nan_and_the_crowd_beside_backward() -> None:
-    shared = replace(SLOW, ranks_per_core=2.0)
-    fused = replace(shared, bucket_bytes=1 << 40)
-    work = [predict_step(s, MACHINE, "oktopk", "int8").work_seconds for s in (shared, fused)]
-    assert work[0] == pytest.approx(CROWDED * (work[1] + 2 * SLOW.numel * 2e-10))
-    dense = [predict_step(s, MACHINE, "dense", "float32").work_seconds for s in (shared, fused)]
-    assert dense[0] == pytest.approx(CROWDED * dense[1]), "dense looks for NaN either way"
+def test_one_vector_is_spared_the_look_for_nan() -> None:
+    fused = replace(SLOW, bucket_bytes=1 << 40)
+    work = [predict_step(s, MACHINE, "oktopk", "int8").work_seconds for s in (SLOW, fused)]
+    assert work[0] == pytest.approx(work[1] + SLOW.numel * 2e-10)
+    dense = [predict_step(s, MACHINE, "dense", "float32").work_seconds for s in (SLOW, fused)]
+    assert dense[0] == dense[1], "dense looks for NaN either way"
+
+
+def test_nothing_hides_behind_a_backward_that_shares_its_core() -> None:
+    shared = predict_step(replace(SLOW, ranks_per_core=1.001), MACHINE, "oktopk", "float32")
+    alone = predict_step(SLOW, MACHINE, "oktopk", "float32")
+    hidden = SLOW.backward_seconds * (1 - 1 / SLOW.buckets)
+    assert shared.step_seconds - alone.step_seconds == pytest.approx(hidden, rel=0.01)
 
 
 def test_the_plan_command_refuses_an_impossible_rate(capsys: pytest.CaptureFixture) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,9 @@ from oktopk.wire import Wire
 SAMPLE_NUMEL = 1 << 22  # entries; about those of a bucket
 FUSED = 4  # times as many when all buckets are one vector: what a reduction costs however long it is weighs less
 REPEATS = 15
-STREAM_BYTES = 32 << 20
+STREAM_BYTES = 8 << 20
+
+_ASK, _LEAVE = b"?", b"."
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,8 @@ class Machine:
     per_pair: Mapping[str, float]  # wire -> seconds to pack, unpack and add one index/value pair
     bytes_per_pair: Mapping[str, float]  # wire -> on the wire, at the density it was measured with
     density: float
-    round_seconds: float  # software cost of one round of messages, without the network's own latency
+    round_seconds: float  # software cost of one round of messages where ranks run, without the network's own latency
+    message_seconds: float  # of one message between two threads that nobody disturbs
     stack_bytes_per_second: float  # what the socket layer moves when no link limits it
     cores: int
 
@@ -46,6 +50,7 @@ class Machine:
             fused_per_entry=min(self.fused_per_entry, other.fused_per_entry),
             per_pair={wire: min(cost, other.per_pair[wire]) for wire, cost in self.per_pair.items()},
             round_seconds=min(self.round_seconds, other.round_seconds),
+            message_seconds=min(self.message_seconds, other.message_seconds),
             stack_bytes_per_second=max(self.stack_bytes_per_second, other.stack_bytes_per_second),
         )
 
@@ -59,14 +64,15 @@ def measure_machine(density: float = 0.01, numel: int = SAMPLE_NUMEL) -> Machine
     torch.set_num_threads(1)
     try:
         packing = {wire: _per_pair(wire, density, numel) for wire in WIRES}
-        round_seconds, stack = _sockets()
+        round_trip, stack = _sockets()
         return Machine(
             per_entry=_per_entry(density, numel),
             fused_per_entry=_fused_per_entry(density, FUSED * numel),
             per_pair={wire: seconds for wire, (seconds, _) in packing.items()},
             bytes_per_pair={wire: nbytes for wire, (_, nbytes) in packing.items()},
             density=density,
-            round_seconds=round_seconds,
+            round_seconds=round_trip,
+            message_seconds=round_trip / 2,
             stack_bytes_per_second=stack,
             cores=os.cpu_count() or 1,
         )
@@ -148,31 +154,41 @@ def _best(work: Callable[[], object]) -> float:
 def _sockets() -> tuple[float, float]:
     """Seconds of a message and its answer between two threads, and bytes per second of a stream, over loopback."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        other = threading.Thread(target=_echo, args=(server,), daemon=True)
+        other = threading.Thread(target=_serve, args=(server,), daemon=True)
         other.start()
-        with socket.create_connection(server.getsockname()) as connection:
+        address = server.getsockname()
+        with socket.create_connection(address) as connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             round_trip = _best(lambda: [_ask(connection) for _ in range(50)]) / 50
-            started = perf_counter()
-            connection.sendall(bytes(STREAM_BYTES))
-            connection.shutdown(socket.SHUT_WR)
-            while connection.recv(1 << 16):
-                pass
-            rate = STREAM_BYTES / (perf_counter() - started)
+        rate = STREAM_BYTES / _best(lambda: _stream(address))
+        with socket.create_connection(address) as connection:
+            connection.sendall(_LEAVE)
         other.join()
     return round_trip, rate
 
 
 def _ask(connection: socket.socket) -> bytes:
-    connection.sendall(b"?")
+    connection.sendall(_ASK)
     return connection.recv(1)
 
 
-def _echo(server: socket.socket) -> None:
-    """Answer single bytes, swallow longer ones, leave when the other side does."""
-    connection, _ = server.accept()
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    with connection:
-        while received := connection.recv(1 << 18):
-            if len(received) == 1:
-                connection.sendall(b"!")
+def _stream(address: Any) -> None:
+    with socket.create_connection(address) as connection:
+        connection.sendall(bytes(STREAM_BYTES))
+        connection.shutdown(socket.SHUT_WR)
+        while connection.recv(1 << 16):
+            pass
+
+
+def _serve(server: socket.socket) -> None:
+    """Answer what asks, swallow streams, one connection after the other, until told to leave."""
+    received = b""
+    while received != _LEAVE:
+        connection, _ = server.accept()
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with connection:
+            while received := connection.recv(1 << 18):
+                if received == _ASK:
+                    connection.sendall(b"!")
+                if received == _LEAVE:
+                    break

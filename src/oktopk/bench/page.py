@@ -187,7 +187,8 @@ def _plan_section(docs: Path, steps: Mapping[str, StepRun]) -> list[str]:
 
 def _scale_section(docs: Path, run: StepRun) -> list[str]:
     """On paper: more ranks and other links than this machine can emulate."""
-    machine = machine_of(run[0].costs)
+    measured = machine_of(run[0].costs)
+    machine = replace(measured, round_seconds=2 * measured.message_seconds)  # of ranks that share no core
     alone = replace(scenario_of(*run), ranks_per_core=1.0, compute_seconds=0.1, backward_seconds=0.05)
     curves: dict[str, list[tuple[float, float]]] = {}
     rows = []

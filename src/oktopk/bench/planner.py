@@ -19,7 +19,6 @@ from oktopk.errors import ConfigError
 
 FRAMING = 0.957  # payload of a full Ethernet frame over its time on the wire, as iperf measures it
 BUCKET_BYTES = 25 << 20  # DDP's own
-CROWDED = 1.3  # work beside backward, when ranks share cores and so their caches, over the same work alone
 SLOWEST, FASTEST = 1e5, 1e13  # bits per second between which a break-even is looked for
 
 
@@ -90,7 +89,8 @@ def predict_step(scenario: Scenario, machine: Machine, algorithm: str, wire: str
     link = _link_seconds(scenario, machine, algorithm, nbytes)
     wait = _wait_seconds(scenario, machine, algorithm)
     transfer = link + wait
-    hidden = scenario.backward_seconds * (1 - 1 / scenario.buckets)
+    # On shared cores there is nothing to hide behind: backward of one rank already waits for that of another.
+    hidden = scenario.backward_seconds * (1 - 1 / scenario.buckets) if scenario.ranks_per_core <= 1 else 0.0
     exposed = max(transfer - hidden, transfer / scenario.buckets)
     step = scenario.compute_seconds + (work + exposed if scenario.ranks > 1 else 0.0)
     return Prediction(algorithm, wire, step, work, link, wait, nbytes)
@@ -173,11 +173,10 @@ def _work_seconds(scenario: Scenario, machine: Machine, algorithm: str, wire: st
         "gaussiank": k * ranks,
         "topkdsa": k + min(ranks * k, scenario.numel),
         "gtopk": k * 2 * ceil(log2(max(2, ranks))),
-        "oktopk": 1.5 * k,  # packed once; but for the own part, unpacked twice and added once
+        "oktopk": 2 * k,  # packed once, unpacked twice, added once, and looked through for winners
     }[algorithm]
     work = scenario.numel * _per_entry(scenario, machine, algorithm) + packed * machine.per_pair[wire]
-    crowding = CROWDED if scenario.ranks_per_core > 1 and scenario.buckets > 1 else 1.0
-    return work * crowding * max(1.0, scenario.ranks_per_core)
+    return work * max(1.0, scenario.ranks_per_core)
 
 
 def _per_entry(scenario: Scenario, machine: Machine, algorithm: str) -> float:
@@ -211,10 +210,9 @@ def _wait_seconds(scenario: Scenario, machine: Machine, algorithm: str) -> float
     if algorithm in ("topkdsa", "oktopk"):
         # The split serves a few peers at a time, and each window waits for the one before.
         rounds += ceil((scenario.ranks - 1) / OkTopkConfig().in_flight) - 1
-    software = machine.round_seconds
     # Messages of one round leave one after the other, each through the socket layer.
-    extra = max(0, cost.messages - rounds) / 2
-    return scenario.buckets * (rounds * (scenario.network.latency + software) + extra * software)
+    more = max(0, cost.messages - rounds) * machine.message_seconds * max(1.0, scenario.ranks_per_core)
+    return scenario.buckets * (rounds * (scenario.network.latency + machine.round_seconds) + more)
 
 
 def _round_rate(bits_per_second: float | None) -> str:

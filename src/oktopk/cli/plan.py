@@ -21,7 +21,7 @@ SCALES = (2, 4, 8, 16, 64, 256, 1024, 10_000)
 class Plan:
     """Predict the step time of every algorithm and wire format on a cluster that you describe. No network is needed.
 
-    The cost of selecting and packing is measured on this machine, in two seconds; the network is what you say it is.
+    The cost of selecting and packing is measured on this machine, in a few seconds; the network is what you say it is.
 
     Example:
       oktopk plan --numel 110000000 --ranks 16 --ranks-per-host 4 --network 10gbit --compute 400ms --backward 250ms
