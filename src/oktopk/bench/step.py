@@ -69,18 +69,32 @@ class StepResult:
 def bench_step(
     place: Place, bench: StepBench, on_result: Callable[[StepResult], None] = lambda result: None
 ) -> list[StepResult]:
-    """Measure every contender in the place; one result each, the floor first."""
-    arguments = {
-        "numel": bench.numel, "model": bench.model, "density": bench.density,
-        "contenders": list(bench.contenders), "seconds": bench.seconds, "repeats": bench.repeats,
-        "steady_seconds": bench.steady_seconds,
-        "cap_mb": bench.bucket_cap_mb, "counted": place.emulated, "per_host": place.per_host,
-    }  # fmt: skip
-    limit = 120.0 + len(bench.contenders) * bench.repeats * (20 * bench.seconds + 120)
-    records = run_ranks(
-        place, "oktopk.bench.step:measure", arguments, limit, lambda record: on_result(StepResult(**record))
-    )
-    return best([StepResult(**record) for record in records[0]])
+    """Measure every contender in the place; one result each, the floor first.
+
+    Every round has processes of its own: what memory a process keeps, which `DistributedOptimizer` changes for all of
+    it, makes a step faster or slower for the rest of its life.
+    """
+    results: list[StepResult] = []
+
+    def hear(record: Record) -> None:
+        results.append(StepResult(**record))
+        on_result(results[-1])
+
+    for _ in range(bench.repeats):
+        arguments = {
+            "numel": bench.numel, "model": bench.model, "density": bench.density,
+            "contenders": _still_noisy(bench, results), "seconds": bench.seconds,
+            "cap_mb": bench.bucket_cap_mb, "counted": place.emulated, "per_host": place.per_host,
+        }  # fmt: skip
+        limit = 120.0 + len(bench.contenders) * (20 * bench.seconds + 120)
+        run_ranks(place, "oktopk.bench.step:measure", arguments, limit, hear)
+    return best(results)
+
+
+def _still_noisy(bench: StepBench, results: Sequence[StepResult]) -> list[str]:
+    """Who takes part in the next round."""
+    steady = {result.contender for result in results if result.step_seconds > bench.steady_seconds}
+    return [name for name in bench.contenders if name not in steady]
 
 
 def bench_step_with_costs(
@@ -110,31 +124,25 @@ def best(results: Sequence[StepResult]) -> list[StepResult]:
 
 
 def measure(
-    world: World, numel: int, model: str, density: float, contenders: Sequence[str], seconds: float,
-    repeats: int, steady_seconds: float, cap_mb: int, counted: bool, per_host: int,
+    world: World, numel: int, model: str, density: float, contenders: Sequence[str], seconds: float, cap_mb: int,
+    counted: bool, per_host: int,
 ) -> None:  # fmt: skip
-    """The work of one rank: rounds over all contenders, one record each."""
-    steady: set[str] = set()
-    for _ in range(repeats):
-        for name in contenders:
-            if name in steady:
-                continue
-            torch.manual_seed(0)
-            if model:
-                module, loss = models.workload(model, world.rank, world.world_size)
-            else:
-                module, loss = models.synthetic(numel, world.rank)
-            attached = attach(name, module, density, cap_mb)
-            record = _measure_one(world, attached, loss, seconds, counted, per_host)
-            attached.close()
-            if record["step_seconds"] > steady_seconds:  # which is the same on all ranks
-                steady.add(name)
-            buckets = attached.bucket_mb
-            count = sum(parameter.numel() for parameter in module.parameters())
-            if world.rank == 0:
-                world.emit(contender=name, numel=count, density=density, bucket_bytes=buckets << 20, **record)
-            del attached, module, loss
-            gc.collect()
+    """The work of one rank in one round: all contenders, one record each."""
+    for name in contenders:
+        torch.manual_seed(0)
+        if model:
+            module, loss = models.workload(model, world.rank, world.world_size)
+        else:
+            module, loss = models.synthetic(numel, world.rank)
+        attached = attach(name, module, density, cap_mb)
+        record = _measure_one(world, attached, loss, seconds, counted, per_host)
+        attached.close()
+        buckets = attached.bucket_mb
+        count = sum(parameter.numel() for parameter in module.parameters())
+        if world.rank == 0:
+            world.emit(contender=name, numel=count, density=density, bucket_bytes=buckets << 20, **record)
+        del attached, module, loss
+        gc.collect()
 
 
 def _measure_one(
