@@ -204,4 +204,4 @@ def _header() -> Header:
 
 
 def _result(contender: str, seconds: float) -> StepResult:
-    return StepResult(contender, seconds, seconds, seconds, 3, 1, 1, {}, 27_570_000, 0.01, 25 << 20, 0.05)
+    return StepResult(contender, seconds, seconds, seconds, 3, 1, 1, {}, 27_570_000, 0.01, 25 << 20, 0.05, 0.2)

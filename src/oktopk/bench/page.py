@@ -51,10 +51,10 @@ filter at both ends. Four ranks share the cores of one machine, so computation a
 machines, while the network is exactly as fast as it says: what is measured here is a lower bound of what sparse
 synchronisation gains. The stand-in model is a perceptron with 27.57 million parameters. *Step* is the median over
 steps of the slowest rank, in the best of the rounds that took turns; *spread* its fastest and slowest step; *overhead*
-the step minus the floor, which is the same DDP step with no synchronisation at all. Rows with *optimizer* are
-`DistributedOptimizer` around a loop without DDP: they are spared its copy of every gradient into a bucket, which is
-part of the floor. Bytes are those that one rank sends per step, by our own meter and by the kernel's counter of its
-interface; *CPU* is processor time of one rank per step, in all of its threads.
+the step minus the floor: the same DDP step with no synchronisation at all, measured again just before. Rows with
+*optimizer* are `DistributedOptimizer` around a loop without DDP: they are spared its copy of every gradient into a
+bucket, which is part of the floor. Bytes are those that one rank sends per step, by our own meter and by the kernel's
+counter of its interface; *CPU* is processor time of one rank per step, in all of its threads.
 """
 
 
@@ -100,6 +100,7 @@ def _step_row(result: StepResult) -> dict[str, Any]:
         "step [ms]": f"{result.step_seconds * 1e3:.0f}",
         "spread [ms]": f"{result.fastest * 1e3:.0f} to {result.slowest * 1e3:.0f}",
         "steps": result.steps,
+        "floor [ms]": f"{result.floor_seconds * 1e3:.0f}",
         "overhead [ms]": f"{result.overhead_seconds * 1e3:.0f}",
         "CPU [ms]": f"{result.cpu_seconds * 1e3:.0f}",
         "speed-up": f"{result.speedup:.2f}",

@@ -35,8 +35,7 @@ def step_times(results: Sequence[StepResult], title: str) -> Figure:
     ordered = sorted(results, key=lambda r: -r.step_seconds)
     figure, axes = _figure(7.5, 1.0 + 0.28 * len(ordered))
     names = [result.contender for result in ordered]
-    floor = next(result.step_seconds for result in results if result.contender == "floor")
-    base = [min(result.step_seconds, floor) * 1e3 for result in ordered]
+    base = [min(result.step_seconds, result.floor_seconds) * 1e3 for result in ordered]
     axes.barh(names, base, color=FLOOR, label="computation (floor)")
     axes.barh(
         names,

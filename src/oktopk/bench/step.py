@@ -22,7 +22,7 @@ from oktopk.bench.machine import Machine
 from oktopk.bench.rank import World
 from oktopk.errors import ConfigError
 
-MOST_STEPS, LEAST_STEPS = 30, 3
+MOST_STEPS, LEAST_STEPS, FLOOR_STEPS = 30, 3, 5
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,7 @@ class StepResult:
     density: float
     bucket_bytes: int
     cpu_seconds: float  # of processor time per rank and step, in all threads; hardly depends on who else computes
+    floor_seconds: float  # as step_seconds, of steps without synchronisation just before
     overhead_seconds: float = 0.0  # step minus floor
     speedup: float = 0.0  # DDP dense over this; 0 if dense did not take part
 
@@ -112,11 +113,11 @@ def best(results: Sequence[StepResult]) -> list[StepResult]:
     for result in results:
         known = chosen.get(result.contender)
         chosen[result.contender] = result if known is None or result.step_seconds < known.step_seconds else known
-    floor, dense = chosen["floor"].step_seconds, chosen.get("ddp dense")
+    dense = chosen.get("ddp dense")
     return [
         replace(
             result,
-            overhead_seconds=result.step_seconds - floor,
+            overhead_seconds=result.step_seconds - result.floor_seconds,
             speedup=dense.step_seconds / result.step_seconds if dense else 0.0,
         )
         for result in chosen.values()
@@ -127,22 +128,48 @@ def measure(
     world: World, numel: int, model: str, density: float, contenders: Sequence[str], seconds: float, cap_mb: int,
     counted: bool, per_host: int,
 ) -> None:  # fmt: skip
-    """The work of one rank in one round: all contenders, one record each."""
+    """The work of one rank in one round: all contenders, one record each.
+
+    The floor is measured again before each of them: the machine may be another one a minute later.
+    """
+    floor, loss = _attached("floor", world, numel, model, density, cap_mb)
+    below = 0.0
     for name in contenders:
-        torch.manual_seed(0)
-        if model:
-            module, loss = models.workload(model, world.rank, world.world_size)
+        if _is_untouched(name, contenders):
+            below = _measure_floor(floor, loss)
+        attached, its_loss = (floor, loss) if name == "floor" else _attached(name, world, numel, model, density, cap_mb)
+        record = _measure_one(world, attached, its_loss, seconds, counted, per_host)
+        if attached is floor:
+            below = record["step_seconds"]
         else:
-            module, loss = models.synthetic(numel, world.rank)
-        attached = attach(name, module, density, cap_mb)
-        record = _measure_one(world, attached, loss, seconds, counted, per_host)
-        attached.close()
-        buckets = attached.bucket_mb
-        count = sum(parameter.numel() for parameter in module.parameters())
+            attached.close()
+        count = sum(parameter.numel() for parameter in attached.model.parameters())
+        shown = {"contender": name, "numel": count, "density": density, "bucket_bytes": attached.bucket_mb << 20}
         if world.rank == 0:
-            world.emit(contender=name, numel=count, density=density, bucket_bytes=buckets << 20, **record)
-        del attached, module, loss
+            world.emit(**shown, **record, floor_seconds=below)
+        del attached, its_loss
         gc.collect()
+
+
+def _attached(
+    name: str, world: World, numel: int, model: str, density: float, cap_mb: int
+) -> tuple[Attached, Callable[[nn.Module], Tensor]]:
+    torch.manual_seed(0)
+    if model:
+        module, loss = models.workload(model, world.rank, world.world_size)
+    else:
+        module, loss = models.synthetic(numel, world.rank)
+    return attach(name, module, density, cap_mb), loss
+
+
+def _is_untouched(name: str, contenders: Sequence[str]) -> bool:
+    """Whether no `DistributedOptimizer` before this one has told the process to keep its memory."""
+    return not any(before.endswith("optimizer") for before in contenders[: contenders.index(name)])
+
+
+def _measure_floor(floor: Attached, loss: Callable[[nn.Module], Tensor]) -> float:
+    times = [_timed_step(floor, loss) for _ in range(FLOOR_STEPS + 1)][1:]
+    return float(median(_over_ranks(torch.tensor(times), dist.ReduceOp.MAX).tolist()))
 
 
 def _measure_one(

@@ -42,7 +42,12 @@ def compare(header: Header, results: Sequence[StepResult]) -> list[Comparison]:
         algorithm, wire, *how = [*name.split(), ""]
         # A plain loop has another floor than the one that was measured, which is DDP's.
         if wire in WIRES and algorithm in machine.per_entry and "optimizer" not in how:
-            there = replace(scenario, bucket_bytes=result.bucket_bytes)
+            there = replace(
+                scenario,
+                bucket_bytes=result.bucket_bytes,
+                compute_seconds=result.floor_seconds,
+                backward_seconds=BACKWARD_SHARE * result.floor_seconds,
+            )
             predicted = predict_step(there, machine, algorithm, wire).step_seconds
             compared.append(Comparison(result.contender, predicted, result.step_seconds))
     return compared
