@@ -14,7 +14,7 @@ from oktopk.bench.planner import LINKS, predict_all, recommend, speedup
 from oktopk.bench.runs import Header, read_run
 from oktopk.bench.step import StepResult
 from oktopk.bench.targets import Target, targets
-from oktopk.bench.validate import compare, machine_of, scenario_of
+from oktopk.bench.validate import compare, machine_of, read_steps, scenario_of
 
 STEP_RUNS = ("step-100mbit", "step-1gbit", "step-10gbit", "step-loopback")
 PART_NAMES = (*STEP_RUNS, "allreduce", "scaling", "overlap")
@@ -51,9 +51,10 @@ filter at both ends. Four ranks share the cores of one machine, so computation a
 machines, while the network is exactly as fast as it says: what is measured here is a lower bound of what sparse
 synchronisation gains. The stand-in model is a perceptron with 27.57 million parameters. *Step* is the median over
 steps of the slowest rank, in the best of the rounds that took turns; *spread* its fastest and slowest step; *overhead*
-the step minus the floor: the same DDP step with no synchronisation at all, measured again just before. Rows with
-*optimizer* are `DistributedOptimizer` around a loop without DDP: they are spared its copy of every gradient into a
-bucket, which is part of the floor. Bytes are those that one rank sends per step, by our own meter and by the kernel's
+the step minus the floor: the same DDP step with no synchronisation at all, measured again just before (for rows after
+the first with *optimizer*, before that one: it makes the process keep its memory). Rows with *optimizer* are
+`DistributedOptimizer` around a loop without DDP: they are spared its copy of every gradient into a bucket, which is
+part of the floor. Bytes are those that one rank sends per step, by our own meter and by the kernel's
 counter of its interface; *CPU* is processor time of one rank per step, in all of its threads.
 """
 
@@ -188,9 +189,10 @@ def _plan_section(docs: Path, steps: Mapping[str, StepRun]) -> list[str]:
 
 def _scale_section(docs: Path, run: StepRun) -> list[str]:
     """On paper: more ranks and other links than this machine can emulate."""
-    measured = machine_of(run[0].costs)
+    header, results = run
+    measured = machine_of(header.costs)
     machine = replace(measured, round_seconds=2 * measured.message_seconds)  # of ranks that share no core
-    alone = replace(scenario_of(*run), ranks_per_core=1.0, compute_seconds=0.1, backward_seconds=0.05)
+    alone = replace(scenario_of(header, results[0]), ranks_per_core=1.0, compute_seconds=0.1, backward_seconds=0.05)
     curves: dict[str, list[tuple[float, float]]] = {}
     rows = []
     for link, network in LINKS.items():
@@ -213,10 +215,7 @@ def _errors(steps: Mapping[str, StepRun]) -> list[float]:
 
 
 def _steps(path: Path) -> StepRun | None:
-    if not path.is_file():
-        return None
-    header, rows = read_run(path)
-    return header, [StepResult(**row) for row in rows]
+    return read_steps(path) if path.is_file() else None
 
 
 def _allreduces(path: Path) -> list[AllreduceResult]:

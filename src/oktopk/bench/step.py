@@ -21,6 +21,7 @@ from oktopk.bench.launch import Record, run_ranks
 from oktopk.bench.machine import Machine
 from oktopk.bench.rank import World
 from oktopk.errors import ConfigError
+from oktopk.front_ends.optimizer import DistributedOptimizer
 
 MOST_STEPS, LEAST_STEPS, FLOOR_STEPS = 30, 3, 5
 
@@ -82,9 +83,12 @@ def bench_step(
         on_result(results[-1])
 
     for _ in range(bench.repeats):
+        contenders = _still_noisy(bench, results)
+        if not contenders:
+            break
         arguments = {
             "numel": bench.numel, "model": bench.model, "density": bench.density,
-            "contenders": _still_noisy(bench, results), "seconds": bench.seconds,
+            "contenders": contenders, "seconds": bench.seconds,
             "cap_mb": bench.bucket_cap_mb, "counted": place.emulated, "per_host": place.per_host,
         }  # fmt: skip
         limit = 120.0 + len(bench.contenders) * (20 * bench.seconds + 120)
@@ -132,22 +136,27 @@ def measure(
 
     The floor is measured again before each of them: the machine may be another one a minute later.
     """
-    floor, loss = _attached("floor", world, numel, model, density, cap_mb)
-    below = 0.0
+    floor, floor_loss = _attached("floor", world, numel, model, density, cap_mb)
+    below, is_untouched = 0.0, True  # the last floor; whether no `DistributedOptimizer` made the process keep memory
     for name in contenders:
-        if _is_untouched(name, contenders):
-            below = _measure_floor(floor, loss)
-        attached, its_loss = (floor, loss) if name == "floor" else _attached(name, world, numel, model, density, cap_mb)
-        record = _measure_one(world, attached, its_loss, seconds, counted, per_host)
+        if name == "floor":
+            attached, loss = floor, floor_loss
+        else:
+            below = _measure_floor(floor, floor_loss) if is_untouched else below
+            attached, loss = _attached(name, world, numel, model, density, cap_mb)
+        record = _measure_one(world, attached, loss, seconds, counted, per_host)
         if attached is floor:
             below = record["step_seconds"]
         else:
             attached.close()
-        count = sum(parameter.numel() for parameter in attached.model.parameters())
-        shown = {"contender": name, "numel": count, "density": density, "bucket_bytes": attached.bucket_mb << 20}
+        is_untouched = is_untouched and not isinstance(attached.optimizer, DistributedOptimizer)
         if world.rank == 0:
-            world.emit(**shown, **record, floor_seconds=below)
-        del attached, its_loss
+            count = sum(parameter.numel() for parameter in attached.model.parameters())
+            buckets = attached.bucket_mb << 20
+            world.emit(
+                contender=name, numel=count, density=density, bucket_bytes=buckets, floor_seconds=below, **record
+            )
+        del attached, loss
         gc.collect()
 
 
@@ -160,11 +169,6 @@ def _attached(
     else:
         module, loss = models.synthetic(numel, world.rank)
     return attach(name, module, density, cap_mb), loss
-
-
-def _is_untouched(name: str, contenders: Sequence[str]) -> bool:
-    """Whether no `DistributedOptimizer` before this one has told the process to keep its memory."""
-    return not any(before.endswith("optimizer") for before in contenders[: contenders.index(name)])
 
 
 def _measure_floor(floor: Attached, loss: Callable[[nn.Module], Tensor]) -> float:

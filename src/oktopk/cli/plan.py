@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from oktopk.cli.console import bytes_text, console, table
-from oktopk.errors import ConfigError
 
 if TYPE_CHECKING:
     from oktopk.bench.machine import Machine
@@ -187,14 +185,10 @@ def _at(scenario: Scenario, **changes: Any) -> Scenario:
 
 
 def _validate(path: Path) -> int:
-    from oktopk.bench.runs import read_run
-    from oktopk.bench.step import StepResult
-    from oktopk.bench.validate import Comparison, compare
+    from oktopk.bench.validate import compare, read_steps
 
-    header, rows = read_run(path)
-    if header.kind != "step":
-        raise ConfigError(f"{path} is a run of `oktopk bench {header.kind}`; give one of `oktopk bench step`.")
-    compared: Sequence[Comparison] = compare(header, [StepResult(**row) for row in rows])
+    header, results = read_steps(path)
+    compared = compare(header, results)
     shown = [
         {"contender": c.contender, "predicted ms": round(c.predicted * 1e3), "measured ms": round(c.measured * 1e3),
          "error": f"{c.error:+.0%}"}
