@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from oktopk.bench import cluster as cluster_module
+from oktopk.bench import launch
 from oktopk.bench.cluster import (
     Cluster,
     Place,
@@ -126,6 +127,21 @@ def test_a_rank_that_dies_is_named_and_nothing_stays() -> None:
 def test_ranks_that_never_finish_are_ended() -> None:
     with pytest.raises(CommunicationError, match=r"ranks \[0\] did not finish within 1 s"):
         run_ranks(Place(1), "test_cluster:wait_for_ever", {}, timeout=1)
+
+
+def test_a_signal_while_a_rank_starts_does_not_leave_it_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen] = []
+    start = subprocess.Popen
+
+    def signalled(*arguments: object, **options: object) -> subprocess.Popen:
+        started.append(start(*arguments, **options))
+        os.kill(os.getpid(), signal.SIGINT)
+        return started[-1]
+
+    monkeypatch.setattr(launch.subprocess, "Popen", signalled)
+    with pytest.raises(KeyboardInterrupt):
+        run_ranks(Place(2), "test_cluster:wait_for_ever", {}, timeout=60)
+    assert [process.returncode for process in started] == [-signal.SIGKILL]
 
 
 @needs_root

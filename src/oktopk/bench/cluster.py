@@ -24,6 +24,7 @@ from itertools import count
 from pathlib import Path
 
 from oktopk.bench.network import Network
+from oktopk.bench.signals import signals_ignored, signals_raise
 from oktopk.errors import ClusterError, ConfigError
 
 PREFIX = "oktopk"
@@ -102,11 +103,11 @@ def emulated_cluster(hosts: int, network: Network, per_host: int = 1) -> Iterato
         raise ClusterError(f"cannot emulate a network: {missing}. {REMEDY}")
     remove_leftovers()
     prefix = f"{_owner_prefix(os.getpid())}-{next(_serial)}"
-    with _signals_raise():
+    with signals_raise():
         try:
             yield _build(Cluster(hosts, network, per_host, prefix=prefix))
         finally:
-            with _signals_wait():
+            with signals_ignored():
                 _remove([name for name in namespaces() if name.startswith(f"{prefix}-")])
 
 
@@ -232,39 +233,6 @@ def _started(pid: int) -> int | None:
     except (FileNotFoundError, ProcessLookupError):
         return None
     return int(after_name[19])
-
-
-@contextmanager
-def _signals_raise() -> Iterator[None]:
-    """SIGTERM and SIGHUP unwind the stack as Ctrl-C does, so that `finally` runs."""
-
-    def leave(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    with _handlers({signal.SIGTERM: leave, signal.SIGHUP: leave}):
-        yield
-
-
-@contextmanager
-def _signals_wait() -> Iterator[None]:
-    """A second Ctrl-C must not interrupt the clean-up."""
-    with _handlers(dict.fromkeys((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), signal.SIG_IGN)):
-        yield
-
-
-@contextmanager
-def _handlers(handlers: dict) -> Iterator[None]:
-    previous = {}
-    try:
-        for number, handler in handlers.items():
-            previous[number] = signal.signal(number, handler)
-    except ValueError:  # only the main thread may set handlers; elsewhere signals are not ours to handle
-        previous = {}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def _ip(*arguments: str) -> str:

@@ -20,6 +20,7 @@ from time import monotonic
 from typing import IO, Any, NoReturn
 
 from oktopk.bench.cluster import Place
+from oktopk.bench.signals import signals_held
 from oktopk.errors import CommunicationError, PeerError
 
 PORT = 29400  # free in a namespace that was just made
@@ -51,7 +52,8 @@ def run_ranks(
         events: queue.Queue[_Exit | tuple[int, Record]] = queue.Queue()
         port = PORT if place.emulated else _free_port()
         for rank in range(world_size):
-            processes.append(_start(place, rank, port, task, arguments, Path(folder), events, timeout))
+            with signals_held():  # a rank that nobody knows yet could not be waited for
+                processes.append(_start(place, rank, port, task, arguments, Path(folder), events, timeout))
         for event in _until_all_left(events, world_size, timeout):
             if isinstance(event, _Exit):
                 _fail(event, place, Path(folder))
