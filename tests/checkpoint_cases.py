@@ -14,10 +14,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import oktopk
 from front_end_cases import SMALL_BUCKETS, SPARSE, Net, batches
 
-HALF = 20
+HALF = 10
 WAYS: dict[str, dict[str, Any]] = {
     "fresh thresholds": {},
-    "reused thresholds": {"threshold": "reused", "reestimate_every": 8, "repartition_every": 8, "warmup_steps": 5},
+    "reused thresholds": {"threshold": "reused", "reestimate_every": 4, "repartition_every": 4, "warmup_steps": 3},
     "one vector": {"fuse": "step"},
     "static graph": {"static_graph": True},
     "momentum": {"momentum_correction": 0.5, "factor_masking": True},
