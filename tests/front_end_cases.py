@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import oktopk
 from oktopk.gradient import Gradient
 
-STEPS = 30
+STEPS = 20
 WIDTH = 24
 SPARSE: dict[str, Any] = {"density": 0.1, "min_numel": 0}
 
@@ -172,6 +172,20 @@ def uneven_inputs() -> Result:
 def sometimes_without_extra(unused_on: Callable[[int], bool]) -> Callable[..., Tensor]:
     rank = dist.get_rank()
     return lambda m, x, step: m(x, step % 3 != 1 or not unused_on(rank))
+
+
+def auto() -> Result:
+    """All of the trials: every way bucket by bucket, then as one vector; and steps after the decision."""
+    ddp = DDP(Net(), **SMALL_BUCKETS)
+    reducer = oktopk.register(ddp, "auto", **SPARSE, trial_steps=1, wires=("float32", "int8"))
+    fusings: list[str] = []
+
+    def forward(module: nn.Module, x: Tensor, step: int) -> Tensor:
+        fusings.append(reducer.tuner.fusing)
+        return module(x)
+
+    result = train(ddp, reducer, steps=30, forward=forward)
+    return replace(result, notes={"fusings": fusings, "decisions": reducer.decisions})
 
 
 def two_models() -> dict[str, Result]:

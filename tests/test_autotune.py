@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import oktopk
-from oktopk.autotune import DENSE, AutoConfig, ChosenWire, Tuner, Way
+from oktopk.autotune import BY_BUCKET, BY_STEP, DENSE, FUSINGS, AutoConfig, ChosenWire, Tuner, Way
 from oktopk.errors import ConfigError
 from oktopk.transport import ThreadWorld
 from oktopk.transport.threads import ThreadTransport, run_world
@@ -43,7 +43,7 @@ def test_dense_is_kept_where_it_is_faster(caplog: pytest.LogCaptureFixture) -> N
     tuner = alone()
     with caplog.at_level(logging.INFO, "oktopk"):
         assert drive(tuner, {FLOAT32: 3.0, BFLOAT16: 2.0, DENSE: 1.0}, 10)[-1] == DENSE
-    assert tuner.decisions()["weight"].way == DENSE
+    assert tuner.decisions([LAYOUT])["weight"].way == DENSE
     assert "auto: dense for weight" in caplog.text and "1000.0 ms" in caplog.text, "the log says what, and why"
 
 
@@ -78,6 +78,56 @@ def test_dense_steps_of_a_warm_up_count_as_its_trial() -> None:
     assert ways == [FLOAT32] * 3 + [BFLOAT16] * 3 + [DENSE]
 
 
+def fuse(tuner: Tuner, costs: dict[str, float], steps: int) -> list[str]:
+    seen = []
+    for _ in range(steps):
+        seen.append(tuner.fusing)
+        if tuner.observe_fusing(costs[tuner.fusing]):
+            tuner.conclude_fusing()
+    return seen
+
+
+@pytest.mark.parametrize(("costs", "chosen"), [((3.0, 2.0), BY_STEP), ((2.0, 3.0), BY_BUCKET)])
+def test_the_fusing_with_shorter_steps_is_kept_and_saved(
+    costs: tuple[float, float], chosen: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    tuner = alone()
+    with caplog.at_level(logging.INFO, "oktopk"):
+        seen = fuse(tuner, dict(zip(FUSINGS, costs, strict=True)), 8)
+    assert seen == [BY_BUCKET] * 3 + [BY_STEP] * 3 + [chosen] * 2
+    assert f"auto: {chosen}" in caplog.text and "2000.0 ms" in caplog.text
+    other = alone()
+    other.load_state_dict(tuner.state_dict())
+    assert other.fusing == chosen
+
+
+def test_the_fusing_is_checked_again_and_kept_unless_it_is_clearly_slower() -> None:
+    tuner = alone()
+    fuse(tuner, {BY_BUCKET: 3.0, BY_STEP: 2.0}, 6)
+    again = fuse(tuner, {BY_BUCKET: 1.99, BY_STEP: 2.0}, 5 + 6 + 1)
+    assert again[:5] == [BY_STEP] * 5 and again[-1] == BY_STEP
+    assert fuse(tuner, {BY_BUCKET: 1.0, BY_STEP: 2.0}, 4 + 6 + 1)[-1] == BY_BUCKET
+
+
+def test_ranks_that_measure_steps_differently_agree_on_a_fusing() -> None:
+    costs = [{BY_BUCKET: 3.0, BY_STEP: 1.0}, {BY_BUCKET: 3.0, BY_STEP: 4.0}]
+
+    def rank(transport: ThreadTransport) -> str:
+        return fuse(Tuner(CONFIG, transport), costs[transport.rank], 7)[-1]
+
+    assert run_world(2, rank) == [BY_BUCKET, BY_BUCKET]
+
+
+def test_a_bucket_is_settled_when_nothing_is_tried_on_it() -> None:
+    tuner = alone()
+    assert not tuner.is_settled([]), "no step yet"
+    drive(tuner, {FLOAT32: 3.0, BFLOAT16: 2.0, DENSE: 5.0}, 8)
+    assert not tuner.is_settled([LAYOUT])
+    drive(tuner, {FLOAT32: 3.0, BFLOAT16: 2.0, DENSE: 5.0}, 1)
+    assert tuner.is_settled([LAYOUT])
+    assert tuner.is_settled([LAYOUT, (("bias", 10),)]), "too small for trials"
+
+
 def test_ranks_that_measure_differently_agree_on_the_slowest() -> None:
     costs = [{FLOAT32: 3.0, BFLOAT16: 1.0, DENSE: 9.0}, {FLOAT32: 3.0, BFLOAT16: 4.0, DENSE: 9.0}]
 
@@ -94,7 +144,7 @@ def test_a_saved_decision_is_kept() -> None:
     other = alone()
     other.load_state_dict(tuner.state_dict())
     assert other.choose(LAYOUT) == BFLOAT16
-    assert other.decisions() == tuner.decisions()
+    assert other.decisions([LAYOUT]) == tuner.decisions([LAYOUT]) != {}
 
 
 def test_a_wire_that_changes_reads_what_any_other_wrote() -> None:

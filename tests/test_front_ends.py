@@ -11,6 +11,7 @@ import torch
 import front_end_cases as cases
 import oktopk
 from front_end_cases import CASES, COMPILED, Result
+from oktopk.autotune import BY_BUCKET, BY_STEP, AutoConfig, trials
 from worlds import run_processes
 
 RANKS = 3
@@ -71,6 +72,20 @@ def check_conservation(results: list[Result]) -> None:
         size = sum(result.given[name].abs().max() for result in results if name in result.given)
         tolerance = TOLERANCE[results[0].weights[name].dtype] * math.sqrt(cases.STEPS) * float(size)
         assert (given - applied - owed).abs().max() <= tolerance, name
+
+
+def test_auto_tries_buckets_and_one_vector_and_loses_nothing() -> None:
+    results = run_processes(RANKS, cases.auto, timeout=100)
+    check_equal(results)
+    check_conservation(results)
+    fusings = results[0].notes["fusings"]
+    trying, *_ = fusings
+    switched = fusings.index(BY_STEP)
+    assert trying == BY_BUCKET and set(fusings[:switched]) == {BY_BUCKET}
+    assert len(set(fusings[trials(AutoConfig(trial_steps=1, wires=("float32", "int8"))) :])) == 1, "decided by now"
+    assert all(result.notes["fusings"] == fusings for result in results), "all ranks switch in the same step"
+    assert results[0].groups == (1 if fusings[-1] == BY_STEP else results[0].groups)
+    assert len(results[0].notes["decisions"]) == results[0].groups, "only those in use"
 
 
 def test_compiled_modules_train_alike_both_ways() -> None:

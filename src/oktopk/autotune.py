@@ -4,6 +4,9 @@
 2. Try dense too, unless the link says that it would take several times as long.
 3. All ranks take the way whose slowest rank was fastest, say why, and keep to it until the next check.
 
+A front end that can hand over gradients in several ways (DDP's buckets one by one, or all of them as one vector) lets
+these be tried too: here whole steps are timed, because buckets travel while backward goes on.
+
 Every way is a correct reduction with error feedback, so that trials cost time and nothing else.
 """
 
@@ -13,7 +16,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +29,8 @@ from oktopk.types import SparseVector
 from oktopk.wire import Packed, Wire
 
 log = logging.getLogger("oktopk")
+
+Option = TypeVar("Option")
 
 AUTO = "auto"
 PROBE_BYTES = 64 * 1024  # to each peer: long enough to feel the bandwidth, short enough for slow links
@@ -75,9 +80,13 @@ class Decision:
     reason: str
 
 
+BY_BUCKET, BY_STEP = FUSINGS = ("bucket by bucket", "one vector per step")
+
+
 def trials(config: AutoConfig) -> int:
-    """How many steps the trials of one bucket take at most."""
-    return (config.trial_steps + 1) * (len(config.wires) + 1)
+    """How many steps pass at most until all is decided: every way with every fusing, then steps to compare these."""
+    of_ways = (config.trial_steps + 1) * (len(config.wires) + 1)
+    return len(FUSINGS) * (of_ways + config.trial_steps + 2)
 
 
 class Tuner:
@@ -85,67 +94,92 @@ class Tuner:
 
     def __init__(self, config: AutoConfig, transport: Transport) -> None:
         self._config, self._transport = config, transport
-        self._buckets: dict[Layout, _Bucket] = {}
+        self._ways = [Way(True, wire) for wire in config.wires]
+        self._buckets: dict[Layout, _Trial[Way]] = {}
+        self._fusing = _Trial(list(FUSINGS))
 
     def choose(self, layout: Layout) -> Way:
         """How to reduce this bucket now."""
-        bucket = self._buckets.setdefault(layout, _Bucket(_sparse_ways(self._config)))
-        return bucket.trying[0] if bucket.trying or bucket.decision is None else bucket.decision.way
+        return self._bucket(layout).now
 
     def observe(self, layout: Layout, way: Way, seconds: float) -> None:
         """Learn how long it took; the end of a trial is the same step on all ranks."""
-        bucket = self._buckets.setdefault(layout, _Bucket(_sparse_ways(self._config)))
-        bucket.steps += 1
-        if bucket.decision is not None and not bucket.trying:
-            if bucket.steps >= self._config.recheck_every:
-                bucket.restart(_sparse_ways(self._config))
-            return
-        bucket.seconds.setdefault(way, []).append(seconds)
-        if bucket.trying and way == bucket.trying[0] and len(bucket.seconds[way]) > self._config.trial_steps:
-            bucket.trying.pop(0)
-            if not bucket.trying:
-                self._conclude(layout, bucket)
+        bucket = self._bucket(layout)
+        if bucket.observe(way, seconds, self._config):
+            self._conclude(layout, bucket)
 
-    def decisions(self) -> dict[str, Decision]:
-        """By the name of the bucket's first parameter."""
-        return {_name(layout): b.decision for layout, b in self._buckets.items() if b.decision is not None}
+    def is_settled(self, layouts: Sequence[Layout]) -> bool:
+        """Whether nothing is being tried on these buckets; those that nobody asked about are too small for trials."""
+        return bool(layouts) and all(self._buckets[layout].is_settled for layout in layouts if layout in self._buckets)
 
-    def state_dict(self) -> list[dict[str, Any]]:
-        return [
-            {"layout": [list(pair) for pair in layout], "is_sparse": d.way.is_sparse, "wire": d.way.wire,
-             "reason": d.reason, "steps": bucket.steps}
-            for layout, bucket in self._buckets.items() if (d := bucket.decision) is not None
+    @property
+    def fusing(self) -> str:
+        """How gradients should be handed over now: one of FUSINGS."""
+        return self._fusing.now
+
+    def observe_fusing(self, seconds: float) -> bool:
+        """Learn how long a step took; whether all were tried, so that `conclude_fusing` must follow on every rank."""
+        return self._fusing.observe(self._fusing.now, seconds, self._config)
+
+    def conclude_fusing(self) -> None:
+        slowest = self._slowest(self._fusing.best())
+        chosen = _unless_hardly(min(slowest, key=lambda name: slowest[name]), slowest, self._fusing.chosen)
+        reason = ", ".join(f"{name} {seconds * 1e3:.1f} ms" for name, seconds in slowest.items())
+        self._fusing.settle(chosen, reason)
+        if self._transport.rank == 0:
+            log.info("auto: %s, because steps took: %s", chosen, reason)
+
+    def decisions(self, layouts: Sequence[Layout]) -> dict[str, Decision]:
+        """Of these buckets, by the name of their first parameter."""
+        trials = {_name(layout): self._buckets[layout] for layout in layouts if layout in self._buckets}
+        return {name: Decision(trial.chosen, trial.reason) for name, trial in trials.items() if trial.chosen}
+
+    def state_dict(self) -> dict[str, Any]:
+        buckets = [
+            {"layout": [list(pair) for pair in layout], "is_sparse": way.is_sparse, "wire": way.wire,
+             "reason": bucket.reason, "steps": bucket.steps}
+            for layout, bucket in self._buckets.items() if (way := bucket.chosen) is not None
         ]  # fmt: skip
+        fusing = self._fusing
+        return {"buckets": buckets, "fusing": [fusing.chosen, fusing.reason, fusing.steps] if fusing.chosen else []}
 
-    def load_state_dict(self, state: Sequence[Mapping[str, Any]]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Keep to what was decided; what was still being tried is tried again."""
-        self._buckets = {}
-        for saved in state:
-            decision = Decision(Way(bool(saved["is_sparse"]), str(saved["wire"])), str(saved["reason"]))
+        self._buckets, self._fusing = {}, _Trial(list(FUSINGS))
+        for saved in state["buckets"]:
             layout = tuple((str(name), int(numel)) for name, numel in saved["layout"])
-            self._buckets[layout] = _Bucket([], decision, steps=int(saved["steps"]))
+            way = Way(bool(saved["is_sparse"]), str(saved["wire"]))
+            self._bucket(layout).settle(way, str(saved["reason"]), int(saved["steps"]))
+        if state["fusing"]:
+            chosen, reason, steps = state["fusing"]
+            self._fusing.settle(str(chosen), str(reason), int(steps))
 
-    def _conclude(self, layout: Layout, bucket: _Bucket) -> None:
-        slowest = self._slowest({way: min(times[1:] or times) for way, times in bucket.seconds.items()})
+    def _bucket(self, layout: Layout) -> _Trial[Way]:
+        if layout not in self._buckets:
+            self._buckets[layout] = _Trial(self._ways)
+        return self._buckets[layout]
+
+    def _conclude(self, layout: Layout, bucket: _Trial[Way]) -> None:
+        slowest = self._slowest(bucket.best())
         numel = sum(count for _, count in layout)
         if DENSE not in slowest:
             estimate = self._dense_estimate(4 * numel)
             if estimate < HOPELESS * min(slowest.values()):
-                bucket.trying.append(DENSE)
+                bucket.also_try(DENSE)
                 return
             reason = f"dense would take {estimate * 1e3:.1f} ms on this link"
         else:
             reason = f"dense {slowest[DENSE] * 1e3:.1f} ms"
-        way = _fastest(slowest, bucket.decision)
+        way = _fastest(slowest, bucket.chosen)
         sparse = ", ".join(f"{w.name} {s * 1e3:.1f} ms" for w, s in slowest.items() if w.is_sparse)
-        bucket.decision, bucket.steps, bucket.seconds = Decision(way, f"{sparse}, {reason}"), 0, {}
+        bucket.settle(way, f"{sparse}, {reason}")
         if self._transport.rank == 0:
-            log.info("auto: %s for %s (%d entries): %s", way.name, _name(layout), numel, bucket.decision.reason)
+            log.info("auto: %s for %s (%d entries): %s", way.name, _name(layout), numel, bucket.reason)
 
-    def _slowest(self, mine: Mapping[Way, float]) -> dict[Way, float]:
+    def _slowest(self, mine: Mapping[Option, float]) -> dict[Option, float]:
         """Seconds of the slowest rank, the same on all."""
         rows = self._transport.agree([round(seconds * 1e9) for seconds in mine.values()])
-        return {way: max(row[column] for row in rows) / 1e9 for column, way in enumerate(mine)}
+        return {option: max(row[column] for row in rows) / 1e9 for column, option in enumerate(mine)}
 
     def _dense_estimate(self, nbytes: int) -> float:
         """Seconds that the link alone needs for a dense all-reduce, as the slowest rank measures it."""
@@ -189,28 +223,67 @@ class ChosenWire:
 
 
 @dataclass
-class _Bucket:
-    trying: list[Way]  # the first is being tried
-    decision: Decision | None = None
-    seconds: dict[Way, list[float]] = field(default_factory=dict)
-    steps: int = 0
+class _Trial(Generic[Option]):
+    """Options that are tried one after the other, so many steps each; then the one chosen, until a re-check."""
 
-    def restart(self, ways: list[Way]) -> None:
-        self.trying, self.seconds, self.steps = ways, {}, 0
+    options: Sequence[Option]
+    chosen: Option | None = None
+    reason: str = ""
+    steps: int = 0  # since the last decision
+    _trying: list[Option] = field(init=False)  # the first is being tried
+    _seconds: dict[Option, list[float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._trying = list(self.options)
+
+    @property
+    def now(self) -> Option:
+        if self._trying:
+            return self._trying[0]
+        assert self.chosen is not None
+        return self.chosen
+
+    @property
+    def is_settled(self) -> bool:
+        return not self._trying
+
+    def observe(self, option: Option, seconds: float, config: AutoConfig) -> bool:
+        """Learn how long a step took with an option; whether all were tried just now, so that one must be chosen."""
+        self.steps += 1
+        if self.is_settled:
+            if self.steps >= config.recheck_every:
+                self._trying, self._seconds, self.steps = list(self.options), {}, 0
+            return False
+        self._seconds.setdefault(option, []).append(seconds)
+        if option == self._trying[0] and len(self._seconds[option]) > config.trial_steps:
+            self._trying.pop(0)
+        return self.is_settled
+
+    def also_try(self, option: Option) -> None:
+        self._trying.append(option)
+
+    def best(self) -> dict[Option, float]:
+        """The fastest step with each option; the first does not count, it warms up."""
+        return {option: min(times[1:] or times) for option, times in self._seconds.items()}
+
+    def settle(self, chosen: Option, reason: str, steps: int = 0) -> None:
+        self.chosen, self.reason, self.steps, self._trying, self._seconds = chosen, reason, steps, [], {}
 
 
-def _sparse_ways(config: AutoConfig) -> list[Way]:
-    return [Way(True, wire) for wire in config.wires]
-
-
-def _fastest(slowest: Mapping[Way, float], current: Decision | None) -> Way:
+def _fastest(slowest: Mapping[Way, float], current: Way | None) -> Way:
     best = min(slowest, key=lambda way: slowest[way])
-    if current is not None and current.way in slowest and slowest[best] > HABIT * slowest[current.way]:
-        return current.way
-    if not best.is_sparse:
-        return best
+    kept = _unless_hardly(best, slowest, current)
+    if kept != best or not best.is_sparse:
+        return kept
     # As they are listed, the finest first.
     return next(way for way in slowest if way.is_sparse and slowest[best] > COARSER * slowest[way])
+
+
+def _unless_hardly(best: Option, slowest: Mapping[Option, float], current: Option | None) -> Option:
+    """The best option, unless the one in use is hardly slower."""
+    if current is not None and current in slowest and slowest[best] > HABIT * slowest[current]:
+        return current
+    return best
 
 
 def _name(layout: Layout) -> str:

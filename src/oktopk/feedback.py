@@ -57,6 +57,8 @@ class Feedback:
             residual, self._energy[layout] = self._spares[layout], prepared[1]
             self._spares[layout] = self._residuals.exchange(layout, residual)
             return residual
+        if self._spares and not gradient.is_scattered:
+            self._drop_spares(gradient)
         residual = self._residuals.get(layout, gradient.pieces[0])
         self._energy[layout] = self._kernels.accumulate_(residual, self._with_momentum(gradient), k)
         return residual
@@ -147,10 +149,16 @@ class Feedback:
         layout, like = gradient.layout, gradient.pieces[0]
         spare = self._spares.get(layout)
         if spare is None or spare.dtype != residual_dtype(like.dtype):
-            kept = {known: vector for known, vector in self._spares.items() if gradient.names.isdisjoint(dict(known))}
+            self._drop_spares(gradient)
             spare = torch.empty(gradient.numel, dtype=residual_dtype(like.dtype), device=like.device)
-            self._spares = {**kept, layout: spare}
+            self._spares[layout] = spare
         return spare
+
+    def _drop_spares(self, gradient: Gradient) -> None:
+        """Its parameters are reduced in other company from now on."""
+        self._spares = {
+            known: vector for known, vector in self._spares.items() if gradient.names.isdisjoint(dict(known))
+        }
 
     def _with_momentum(self, gradient: Gradient) -> Tensor:
         grad = self.joined(gradient)

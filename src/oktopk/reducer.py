@@ -98,7 +98,7 @@ class Reducer:
         phases = {"pack": "pack", "unpack": "unpack"}
         exact = timed(Wire("float32"), self._clock, phases)
         auto = self._auto_config
-        self._tuner = Tuner(auto, self._transport) if auto else None
+        self.tuner = Tuner(auto, self._transport) if auto else None
         self._wire = Wire(self.config.wire) if auto is None else ChosenWire(auto.wires)
         rounding = timed(self._wire, self._clock, phases)
         self._tools = Tools(self._transport, rounding, exact, kernels)
@@ -164,7 +164,12 @@ class Reducer:
     @property
     def decisions(self) -> dict[str, Decision]:
         """What `algorithm="auto"` has decided, and why, by the name of a bucket's first parameter."""
-        return self._tuner.decisions() if self._tuner is not None else {}
+        return self.tuner.decisions(self.grouping.current) if self.tuner is not None else {}
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether `algorithm="auto"` is not trying anything on the buckets of the latest step."""
+        return self.tuner is None or self.tuner.is_settled(self.grouping.current)
 
     def _reduce_(self, gradient: Gradient, unused: frozenset[str]) -> Tensor:
         for group in gradient.groups(self.grouping.split(gradient.layout)):
@@ -185,9 +190,9 @@ class Reducer:
             stats = self._reduce_used_(turn, agreed.unused).stats
         self._steps |= dict.fromkeys((name for name, _ in gradient.layout), turn.step + 1)
         self._recorder.take(turn, stats, self.feedback.norm(gradient.layout), skip)
-        if self._tuner is not None and gradient.numel >= self.config.min_numel and not skip:
+        if self.tuner is not None and gradient.numel >= self.config.min_numel and not skip:
             way = Way(True, self._tools.wire.values) if turn.is_sparse else DENSE
-            self._tuner.observe(gradient.layout, way, perf_counter() - started)
+            self.tuner.observe(gradient.layout, way, perf_counter() - started)
 
     def _begin(self, gradient: Gradient, unused: frozenset[str]) -> Turn:
         """Decide what to do with a bucket."""
@@ -200,9 +205,9 @@ class Reducer:
 
     def _follow_tuner(self, layout: Layout) -> bool:
         """Whether this bucket goes sparse, over the wire format that the tuner chose for it; without one it does."""
-        if self._tuner is None:
+        if self.tuner is None:
             return True
-        way = self._tuner.choose(layout)
+        way = self.tuner.choose(layout)
         assert isinstance(self._wire, ChosenWire)
         self._wire.use(way.wire)
         return way.is_sparse
@@ -319,7 +324,7 @@ class Reducer:
             "residuals": self.feedback.state_dict(),
             "velocities": self.feedback.velocities(),
             "algorithms": {key: algorithms[key] for key in map(_key, groups) if key in algorithms},
-            "decisions": self._tuner.state_dict() if self._tuner is not None else [],
+            "decisions": self.tuner.state_dict() if self.tuner is not None else {},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -336,8 +341,8 @@ class Reducer:
         self.grouping.resume(state["groups"])
         self.feedback.load_state_dict(state["residuals"], state["velocities"])
         self._algorithms, self._loaded_algorithms = {}, dict(state["algorithms"])
-        if self._tuner is not None:
-            self._tuner.load_state_dict(state.get("decisions", []))
+        if self.tuner is not None:
+            self.tuner.load_state_dict(state["decisions"])
 
     def close(self) -> None:
         """Stop the communication thread and leave the process group. The reducer cannot be used afterwards."""

@@ -66,7 +66,7 @@ def attach(name: str, model: nn.Module, density: float, cap_mb: int = DEFAULT_CA
     if "optimizer" in details:
         return _our_optimizer(model, kind, details[0], density)
     cap_mb = SINGLE_BUCKET_MB if "single" in details else cap_mb
-    return _ours(model, kind, details[0], density, cap_mb, "step" if "fused" in details else "bucket")
+    return _ours(model, kind, details[0], density, cap_mb, "step" if "fused" in details else None)
 
 
 def require_known(names: Iterable[str]) -> None:
@@ -108,7 +108,7 @@ def _powersgd(model: nn.Module, rank: int) -> Attached:
     return Attached(ddp, _sgd(ddp), SINGLE_BUCKET_MB, 3, lambda: -1)
 
 
-def _ours(model: nn.Module, algorithm: str, wire: str, density: float, cap_mb: int, fuse: Fuse) -> Attached:
+def _ours(model: nn.Module, algorithm: str, wire: str, density: float, cap_mb: int, fuse: Fuse | None) -> Attached:
     ddp = _ddp(model, cap_mb)
     state = HookState(ddp, algorithm, density, wire=wire, fuse=fuse)
     ddp.register_comm_hook(state, hook)

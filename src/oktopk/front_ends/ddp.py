@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from oktopk.communication import future_on
 from oktopk.config import Density
 from oktopk.errors import ConfigError, UnsupportedError
-from oktopk.front_ends.fusing import Bucket, ByBucket, ByStep, Fusing, Future
+from oktopk.front_ends.fusing import Bucket, ByBucket, ByStep, ByTrial, Fusing, Future
 from oktopk.front_ends.names import names_of
 from oktopk.reducer import Reducer
 from oktopk.transport import ThreadWorld
@@ -31,14 +31,15 @@ def register(
     density: Density = 0.01,
     warmup_steps: int = 0,
     *,
-    fuse: Fuse = "bucket",
+    fuse: Fuse | None = None,
     scaler: Any = None,
     **options: Any,
 ) -> Reducer:
     """Reduce the gradients of a DDP module sparsely; every rank must call this once, before the first backward.
 
     `fuse="bucket"` reduces each bucket while backward goes on; `fuse="step"` all of them as one vector at its end, as
-    in the paper. `scaler` is the GradScaler, if there is one. Other options are those of `Reducer`.
+    in the paper. None means buckets, but with `algorithm="auto"` whichever makes steps shorter. `scaler` is the
+    GradScaler, if there is one. Other options are those of `Reducer`.
 
     >>> import torch, oktopk
     >>> reducer = oktopk.register(torch.nn.Linear(4, 2), density=0.01)  # not DDP: works, and says that it does nothing
@@ -68,19 +69,19 @@ class HookState:
         density: Density = 0.01,
         warmup_steps: int = 0,
         *,
-        fuse: Fuse = "bucket",
+        fuse: Fuse | None = None,
         scaler: Any = None,
         **options: Any,
     ) -> None:
-        if fuse not in ("bucket", "step"):
-            raise ConfigError(f"fuse must be 'bucket' or 'step', got {fuse!r}.")
+        if fuse not in ("bucket", "step", None):
+            raise ConfigError(f"fuse must be 'bucket', 'step' or None, got {fuse!r}.")
         self.ddp = _unwrap(module)
         if scaler is not None:
             options.setdefault("on_nonfinite", "skip")
         self.reducer = _make_reducer(self.ddp, algorithm, density, warmup_steps, options)
         self._names = names_of(module if self.ddp is None else self.ddp.module)
         self._used = _watch_use(self.ddp, self._names)
-        self._fusing: Fusing = ByBucket(self.reducer) if fuse == "bucket" else ByStep(self.reducer, self._names)
+        self._fusing = _fusing(fuse, self.reducer, self._names)
         self._scaler = scaler
         self._pending: list[Future] = []
 
@@ -173,6 +174,12 @@ def _make_reducer(
         warmup_steps = _FOREVER
     options.setdefault("group", None if ddp is None else ddp.process_group)
     return Reducer(algorithm, density, warmup_steps=warmup_steps, **options)
+
+
+def _fusing(fuse: Fuse | None, reducer: Reducer, names: dict[int, str]) -> Fusing:
+    if fuse == "step":
+        return ByStep(reducer, names)
+    return ByBucket(reducer) if fuse == "bucket" or reducer.tuner is None else ByTrial(reducer, reducer.tuner, names)
 
 
 _FOREVER = 2**62  # steps

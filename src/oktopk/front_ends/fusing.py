@@ -1,14 +1,16 @@
-"""Which buckets are reduced as one vector: each by itself, or all of a step."""
+"""Which buckets are reduced as one vector: each by itself, all of a step, or whichever makes steps shorter."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from oktopk.autotune import BY_BUCKET, BY_STEP, Tuner
 from oktopk.communication import future_on
 from oktopk.reducer import Reducer
 
@@ -77,6 +79,29 @@ class ByStep:
         unused = frozenset[str]().union(*(bucket.unused for bucket, _ in buckets))
         done = self._reducer.submit(layout, [part for _, part in pieces], unused)
         done.add_done_callback(lambda done: _pass_on(done, [future for _, future in buckets]))
+
+
+class ByTrial:
+    """As the tuner of the reducer says, which is told how long steps take from one first bucket to the next."""
+
+    def __init__(self, reducer: Reducer, tuner: Tuner, names: Mapping[int, str]) -> None:
+        self._reducer, self._tuner = reducer, tuner
+        self._ways: dict[str, Fusing] = {BY_BUCKET: ByBucket(reducer), BY_STEP: ByStep(reducer, names)}
+        self._now = tuner.fusing
+        self._began: float | None = None  # the latest step, unless something was being tried on its buckets
+
+    def take(self, bucket: Bucket) -> Future:
+        if bucket.is_first:
+            self._begin_step(perf_counter())
+        return self._ways[self._now].take(bucket)
+
+    def _begin_step(self, now: float) -> None:
+        # At this moment nothing is on its way, and all ranks have seen the same steps.
+        before, self._began = self._began, now if self._reducer.is_settled else None
+        if before is not None and self._began is not None and self._tuner.observe_fusing(now - before):
+            self._reducer.communicate(lambda _: self._tuner.conclude_fusing())
+        if self._tuner.fusing != self._now:
+            self._now, self._began = self._tuner.fusing, None
 
 
 def _pass_on(done: Future, futures: Sequence[Future]) -> None:
