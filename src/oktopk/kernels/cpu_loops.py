@@ -11,17 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from oktopk.compiling import jit, jit_reordered
+from oktopk.compiling import jit, jit_reordered, leading_zeros, population, trailing_zeros
 from oktopk.kernels.cpu_simd import (
     WORD,
     add_word,
     add_word_past,
     array_at,
-    leading_zeros,
     mask_at_least,
-    population,
     prefetch,
-    trailing_zeros,
 )
 
 DIGIT = 12  # bits a radix pass resolves: 4096 counters stay in the first-level cache

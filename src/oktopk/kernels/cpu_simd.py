@@ -43,36 +43,6 @@ def mask_at_least(typing: Any, bits: Any, start: Any, key: Any) -> Any:
 
 
 @intrinsic
-def trailing_zeros(typing: Any, word: Any) -> Any:
-    """Position of the lowest set bit of a uint64; 64 for zero."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 0))
-
-    return types.int64(types.uint64), generate
-
-
-@intrinsic
-def leading_zeros(typing: Any, word: Any) -> Any:
-    """How many bits of a uint64 lie above its highest set bit; 64 for zero."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.ctlz(args[0], ir.Constant(ir.IntType(1), 0))
-
-    return types.int64(types.uint64), generate
-
-
-@intrinsic
-def population(typing: Any, word: Any) -> Any:
-    """How many bits of a uint64 are set."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.ctpop(args[0])
-
-    return types.int64(types.uint64), generate
-
-
-@intrinsic
 def prefetch(typing: Any, array: Any, at: Any) -> Any:
     """Ask for the cache line of array[at]; never faults, even out of bounds."""
 

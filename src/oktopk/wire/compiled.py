@@ -9,17 +9,9 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from oktopk.compiling import jit
+from oktopk.compiling import jit, leading_zeros, population, trailing_zeros
 
 _ONE = np.uint64(1)
-
-
-@intrinsic
-def _trailing_zeros(typing: Any, word: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
-
-    return types.int64(types.uint64), generate
 
 
 @intrinsic
@@ -70,12 +62,24 @@ def rice_encode(indices: Any, remainder: int, out: Any) -> Any:
     """First the remainders, `remainder` bits each; then each quotient q as q clear bits and a set one."""
     head = ((indices.size - 1) * remainder + 7) // 8
     _write_remainders(indices, remainder, out)
+    _write_quotients(indices, remainder, out, head)
+
+
+@jit
+def _write_quotients(indices: Any, remainder: int, out: Any, head: int) -> Any:
+    """Words go out again and again until they are full: to ask whether one is would be a coin toss."""
     out[head:] = 0
-    end = np.int64(8 * head - 1)
+    end, at, pending = np.int64(-1), np.int64(0), np.uint64(0)
+    whole = out.size - head - 8
     for i in range(1, indices.size):
         gap = np.int64(indices[i]) - np.int64(indices[i - 1]) - 1
         end += (gap >> remainder) + 1
-        out[end >> 3] |= np.uint8(1 << (end & 7))
+        before, at = at, (end >> 6) << 3
+        pending = (pending if at == before else np.uint64(0)) | (_ONE << np.uint64(end & 63))
+        if at <= whole:
+            _store(out, head + at, pending)
+        else:
+            _store_bytes(out, head + at, pending)
 
 
 @jit
@@ -102,26 +106,42 @@ def _write_remainders(indices: Any, remainder: int, out: Any) -> Any:
 def rice_decode(data: Any, remainder: int, first: int, numel: int, indices: Any) -> Any:
     """Undo rice_encode into `indices`; False, with `indices` undefined, unless all is in order."""
     gaps = indices.size - 1
-    head = (gaps * remainder + 7) // 8
-    mask, limit = (_ONE << np.uint64(remainder)) - _ONE, numel >> remainder
-    place, count, end = np.int64(first), 0, np.int64(-1)
+    bits = gaps * remainder
+    head = (bits + 7) // 8
     indices[0] = first
-    for at in range(head, data.size, 8):
+    if not (_read_quotients(data[head:], numel >> remainder, indices[1:]) and _tidy(data, bits, head)):
+        return False
+    return _add_remainders(data, remainder, first, indices[1:]) < numel
+
+
+@jit
+def _read_quotients(data: Any, limit: int, totals: Any) -> Any:
+    """totals[i] = the sum of the quotients up to i; False if there are not as many, or the sum exceeds `limit`."""
+    count = np.int64(0)
+    for at in range(0, data.size, 8):
         word = _word_at(data, at)
-        while word:
-            here = 8 * (at - head) + _trailing_zeros(word)
-            quotient = here - end - 1
-            end = here
-            low = np.int64((_word_at(data, (count * remainder) >> 3) >> np.uint64((count * remainder) & 7)) & mask)
-            if count == gaps or quotient > limit:
-                return False
-            place += (quotient << remainder) + low + 1
-            if place >= numel:
-                return False
-            count += 1
-            indices[count] = place
+        ends = population(word)
+        # Before an end, all bits that are no ends belong to quotients.
+        if count + ends > totals.size or (ends and 8 * at + 63 - leading_zeros(word) - (count + ends - 1) > limit):
+            return False
+        for i in range(count, count + ends):
+            totals[i] = 8 * at + trailing_zeros(word) - i
             word &= word - _ONE
-    return count == gaps and _tidy(data, gaps * remainder, head)
+        count += ends
+    return count == totals.size
+
+
+@jit
+def _add_remainders(data: Any, remainder: int, first: int, places: Any) -> Any:
+    """Sums of quotients become indices, which ascend since nothing is negative. Returns the last."""
+    mask, place, low = (_ONE << np.uint64(remainder)) - _ONE, np.int64(first), np.int64(first)
+    for i in range(places.size):
+        at, shift = i * remainder >> 3, np.uint64(i * remainder & 7)
+        word = _load(data, at) if at + 8 <= data.size else _word_at(data, at)
+        low += np.int64((word >> shift) & mask) + 1
+        place = (np.int64(places[i]) << remainder) + low
+        places[i] = place
+    return place
 
 
 @jit
