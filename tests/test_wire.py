@@ -8,6 +8,8 @@ import math
 import struct
 import sys
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -21,6 +23,7 @@ from oktopk.errors import ConfigError, WireError
 from oktopk.types import SparseVector
 from oktopk.wire import HEADER_BYTES, Header, Wire, compiled, plain
 from oktopk.wire import indices as index_codecs
+from oktopk.wire.backend import compiled_codecs
 
 WIRES = ["float32", "float16", "bfloat16", "int8"]
 # Half a unit in the last place of each format, relative to the value (int8: to the largest of its block).
@@ -185,19 +188,43 @@ def test_compiled_and_plain_write_the_same_bytes(chosen: set[int], remainder: in
             assert not backend.rice_decode(ours, remainder, int(indices[0]), numel - 1, back)
 
 
-def test_plain_takes_over_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
+@contextmanager
+def without_numba() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "oktopk.wire.compiled", None)
+        patch.delattr(wire_package, "compiled")
+        compiled_codecs.cache_clear()
+        yield
+    compiled_codecs.cache_clear()
+    importlib.import_module("oktopk.wire.compiled")
+
+
+@pytest.mark.parametrize("name", WIRES)
+def test_plain_takes_over_without_numba(name: str) -> None:
     sparse = vector(random_indices(50_000, 0.01), 50_000)
-    expected = Wire("bfloat16").pack(sparse).message
-    monkeypatch.setitem(sys.modules, "oktopk.wire.compiled", None)
-    monkeypatch.delattr(wire_package, "compiled")
-    index_codecs.backend.cache_clear()
-    try:
+    expected = Wire(name).pack(sparse).message
+    with without_numba():
         assert index_codecs.backend() is plain
-        assert torch.equal(assert_round_trip(Wire("bfloat16"), sparse), expected)
-    finally:
-        monkeypatch.undo()
-        index_codecs.backend.cache_clear()
-        importlib.import_module("oktopk.wire.compiled")
+        assert torch.equal(assert_round_trip(Wire(name), sparse), expected)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    values=st.lists(st.floats(width=32, allow_nan=False), max_size=600),
+    name=st.sampled_from(["bfloat16", "int8"]),
+    scale=st.sampled_from([1.0, 2.0**-149, 2.0**-126, 1e-30, 3.0]),
+)
+def test_compiled_values_have_the_bits_of_torch(values: list[float], name: str, scale: float) -> None:
+    some = torch.tensor(values, dtype=torch.float32)
+    few = torch.randn(300, generator=torch.Generator().manual_seed(len(values))) * scale
+    for exact in (some, torch.cat([some, few]), few[:257]):
+        sparse = SparseVector(torch.arange(exact.numel(), dtype=torch.int32), exact, exact.numel())
+        ours, back = Wire(name).pack(sparse), Wire(name).unpack(Wire(name).pack(sparse).message)
+        with without_numba():
+            theirs = Wire(name).pack(sparse)
+            assert torch.equal(Wire(name).unpack(theirs.message).values, back.values)
+        assert torch.equal(ours.message, theirs.message)
+        assert torch.equal(ours.values.view(torch.int32), theirs.values.view(torch.int32))
 
 
 def test_the_path_off_the_cpu_speaks_the_same_format() -> None:

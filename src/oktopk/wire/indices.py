@@ -7,12 +7,13 @@ about a far region costs no more than one about the start.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from types import ModuleType
 
 import numpy as np
 
 from oktopk.errors import WireError
+from oktopk.wire import plain
+from oktopk.wire.backend import compiled_codecs
 from oktopk.wire.header import Header
 
 RAW32, RAW64, BLOCK16, RICE, BITMAP, RUN = range(6)
@@ -86,16 +87,9 @@ def decode(data: np.ndarray, header: Header) -> np.ndarray:
     return indices.astype(_dtype(header.numel), copy=False)
 
 
-@cache
 def backend() -> ModuleType:
-    """The module that codes gaps: compiled, or plain numpy (the same bytes, slower) when numba is missing."""
-    try:
-        from oktopk.wire import compiled
-    except ImportError:
-        from oktopk.wire import plain
-
-        return plain
-    return compiled
+    """The module that codes gaps."""
+    return compiled_codecs() or plain
 
 
 def _measure(indices: np.ndarray, span: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""How values become bytes: five codecs, in plain torch, so that they run on any device.
+"""How values become bytes: five codecs, in plain torch, so that they run on any device; two of them compiled too.
 
 `encode` also returns the values as `decode` will make them: what rounding takes away stays with the sender.
 """
@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from types import ModuleType
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from oktopk.errors import WireError
+from oktopk.wire.backend import compiled_codecs
 
 FLOAT32, FLOAT64, FLOAT16, BFLOAT16, INT8 = range(5)
 NAMES = {"float32": FLOAT32, "float16": FLOAT16, "bfloat16": BFLOAT16, "int8": INT8}
@@ -20,6 +23,8 @@ BLOCK = 256  # values of int8 that share a scale
 
 _BYTES = {FLOAT32: 4, FLOAT64: 8, FLOAT16: 2, BFLOAT16: 2, INT8: 1}
 _EXPONENTS = {False: 163, True: 1088}  # largest size of a float16 scale's exponent: subnormal values have it
+_INT8_LIMIT = torch.finfo(torch.float32).max / 128  # of a scale, so that no product with a code overflows
+_BFLOAT16_BITS = np.uint32(0x7F7F0000)  # the largest bfloat16, as float32
 _HALF_EXPONENT = 14  # the largest float16 of a message lies in [2**14, 2**15): room above for rounding, 2**29 below
 
 
@@ -48,6 +53,9 @@ def encode(values: Tensor, codec: int, rounding: Rounding) -> Encoded:
         exact = exact.new_empty(0)
     if codec == FLOAT32 and exact.dtype == torch.float64:
         codec = FLOAT64
+    loops = _loops(exact, codec)
+    if loops is not None and not rounding.stochastic:
+        return _encode_compiled(exact, codec, loops)
     wide = WIDE if exact.dtype == torch.float64 and codec != FLOAT64 else 0
     parameter, data = _to_bytes(exact, codec, rounding)
     seen = exact if codec in (FLOAT32, FLOAT64) else decode(data, codec | wide, parameter, exact.numel())
@@ -58,11 +66,41 @@ def decode(data: Tensor, codec: int, parameter: int, nnz: int) -> Tensor:
     """The values in `data`, which has exactly `nbytes(codec, nnz)` bytes."""
     dtype = torch.float64 if codec & WIDE or codec == FLOAT64 else torch.float32
     kind = codec & ~WIDE
+    values = torch.empty(nnz, dtype=dtype, device=data.device)
+    loops = _loops(values, kind)
+    if loops is not None:
+        return _decode_compiled(data, kind, values, loops)
     if kind == INT8:
         return _from_int8(data, nnz, dtype)
     if kind == FLOAT16:
         return _scaled(_typed(data, torch.float16).to(dtype), parameter)
     return _typed(data, torch.bfloat16 if kind == BFLOAT16 else dtype).to(dtype)
+
+
+def _loops(values: Tensor, codec: int) -> ModuleType | None:
+    """The module with compiled loops for this codec, which give the same bits; None if there are none here."""
+    on_cpu = values.dtype == torch.float32 and values.device.type == "cpu"
+    return compiled_codecs() if on_cpu and codec in (BFLOAT16, INT8) else None
+
+
+def _encode_compiled(values: Tensor, codec: int, loops: ModuleType) -> Encoded:
+    exact = values.contiguous().numpy()
+    data, seen = np.empty(nbytes(codec, exact.size), np.uint8), np.empty_like(exact)
+    if codec == BFLOAT16:
+        loops.encode_bfloat16(exact, _BFLOAT16_BITS, data.view(np.uint16), seen)
+    else:
+        head = nbytes(codec, exact.size) - exact.size
+        scales, codes = data[:head].view(np.float32), data[head:].view(np.int8)
+        loops.encode_int8(exact, BLOCK, np.float32(_INT8_LIMIT), scales, codes, seen)
+    return Encoded(codec, 0, torch.from_numpy(data), torch.from_numpy(seen))
+
+
+def _decode_compiled(data: Tensor, codec: int, values: Tensor, loops: ModuleType) -> Tensor:
+    if codec == BFLOAT16:
+        loops.decode_bfloat16(data.numpy(), values.numpy())
+    else:
+        loops.decode_int8(data.numpy(), BLOCK, values.numpy())
+    return values
 
 
 def check(codec: int, parameter: int) -> None:
@@ -109,8 +147,7 @@ def _scaled(values: Tensor, exponent: int) -> Tensor:
 
 def _to_int8(values: Tensor, rounding: Rounding) -> Tensor:
     blocks = torch.nn.functional.pad(values, (0, -values.numel() % BLOCK)).view(-1, BLOCK)
-    limit = torch.finfo(torch.float32).max / 128  # so that no product with a code overflows
-    scales = (blocks.abs().amax(1) / 127).clamp(max=limit).float()
+    scales = (blocks.abs().amax(1) / 127).clamp(max=_INT8_LIMIT).float()
     exact = blocks / torch.where(scales > 0, scales, 1.0)[:, None].to(blocks.dtype)
     codes = (exact + _dither(values, rounding)).floor() if rounding.stochastic else exact.round()
     data = codes.clamp(-127, 127).to(torch.int8).view(-1)[: values.numel()]
