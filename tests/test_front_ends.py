@@ -125,7 +125,7 @@ def test_what_cannot_work_is_refused_and_a_world_of_one_is_left_as_it_is() -> No
     assert alone == (True, "dense")
     assert said["plain state"].startswith("UnsupportedError: this HookState was made from a plain module")
     assert said["twice"].startswith("UnsupportedError: this DDP module already has a communication hook")
-    assert "fuse must be 'bucket' or 'step', got 'all'" in said["fuse"]
+    assert "fuse must be 'bucket', 'step' or None, got 'all'" in said["fuse"]
     assert "unknown option 'densitty'. Did you mean 'density'?" in said["option"] or "densitty" in said["option"]
     for name in ("python_reducer", "bucket"):
         assert said[name].startswith("UnsupportedError: torch._dynamo.config.optimize_ddp")

@@ -36,7 +36,7 @@ AUTO = "auto"
 PROBE_BYTES = 64 * 1024  # to each peer: long enough to feel the bandwidth, short enough for slow links
 HOPELESS = 3.0  # dense is not tried when the link alone would take this many times as long as the best sparse way
 HABIT = 0.97  # a new way must be this much faster than the one in use
-COARSER = 0.9  # a coarser wire format must be this much faster than a finer one: trials are noisy, and it rounds more
+COARSER = 0.95  # a coarser wire format must be this much faster than a finer one: trials are noisy, and it rounds more
 
 
 @dataclass(frozen=True)

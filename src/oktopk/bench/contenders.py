@@ -31,9 +31,9 @@ OURS = (
     *(f"oktopk {wire}" for wire in WIRES[1:]),
     "oktopk bfloat16 fused",
     "oktopk int8 fused",
-    "oktopk bfloat16 optimizer",
-    "oktopk int8 optimizer",
     AUTO,
+    "oktopk bfloat16 optimizer",  # last, because they make the process keep its memory
+    "oktopk int8 optimizer",
 )
 EVERYONE = (*BASELINES, *OURS)
 DEFAULT_CAP_MB = 25  # DDP's own

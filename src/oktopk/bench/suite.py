@@ -75,13 +75,13 @@ def _step(contenders: tuple[str, ...], repeats: int, seconds: float) -> Callable
 
 def _allreduce(place: Place, quick: bool, say: Say) -> Any:
     numels = (QUICK_NUMEL // 10,) if quick else (1_000_000, 10_000_000)
-    sweep = Sweep(numels, (0.001, 0.01), (place.world_size,), wires=("float32", "bfloat16"), repeats=2 if quick else 5)
+    sweep = Sweep(numels, (0.001, 0.01), (place.world_size,), wires=("float32", "bfloat16"), repeats=2 if quick else 3)
     return bench_allreduce(place, sweep, lambda r: say(f"{r.algorithm} {r.wire}")), {}
 
 
 def _scaling(place: Place, quick: bool, say: Say) -> Any:
     worlds = (2, 4) if quick else (2, 4, 8, 16)
-    sweep = Sweep((QUICK_NUMEL // 10 if quick else 2_000_000,), world_sizes=worlds, repeats=3)
+    sweep = Sweep((QUICK_NUMEL // 10 if quick else 2_000_000,), world_sizes=worlds, repeats=2)
     return bench_allreduce(place, sweep, lambda r: say(f"{r.algorithm}, {r.world_size} ranks")), {}
 
 
