@@ -98,7 +98,7 @@ def _step_part(network: str, contenders: tuple[str, ...], repeats: int, seconds:
 
 PARTS: dict[str, Part] = {
     "step-1gbit": _step_part("1gbit", EVERYONE, 4, 2),
-    "step-100mbit": _step_part("100mbit", EVERYONE, 2, 3),
+    "step-100mbit": _step_part("100mbit", EVERYONE, 2, 2),
     "step-10gbit": _step_part("10gbit", FAST_NETWORKS, 3, 2),
     "step-loopback": _step_part("loopback", FAST_NETWORKS, 3, 2),
     "allreduce": Part(4, "1gbit", "oktopk bench allreduce --numels 1000000 10000000 --world-sizes 4", _allreduce),
