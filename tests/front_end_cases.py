@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import oktopk
 from oktopk.gradient import Gradient
 
-STEPS = 20
+STEPS = 12
 WIDTH = 24
 SPARSE: dict[str, Any] = {"density": 0.1, "min_numel": 0}
 
@@ -166,7 +166,7 @@ def compiled_inside() -> Result:
 
 
 def uneven_inputs() -> Result:
-    return ddp_case(join=True, steps=STEPS - 7 * dist.get_rank())
+    return ddp_case(join=True, steps=STEPS - 4 * dist.get_rank())
 
 
 def sometimes_without_extra(unused_on: Callable[[int], bool]) -> Callable[..., Tensor]:
@@ -218,7 +218,7 @@ CASES: dict[str, Callable[[], Result]] = {
     "bfloat16 model": lambda: ddp_case(lambda: Net().to(torch.bfloat16), dtype=torch.bfloat16),
     "accumulation": lambda: ddp_case(accumulate=3, **SMALL_BUCKETS),
     "uneven inputs": uneven_inputs,
-    "warm-up": lambda: ddp_case(options={"warmup_steps": 10}, **SMALL_BUCKETS),
+    "warm-up": lambda: ddp_case(options={"warmup_steps": 4}, **SMALL_BUCKETS),
     "rounding wire": lambda: ddp_case(options={"wire": "bfloat16"}, **SMALL_BUCKETS),
     "momentum": lambda: ddp_case(options={"momentum_correction": 0.5}, **SMALL_BUCKETS),
 }

@@ -7,13 +7,15 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from oktopk.bench import models
+from oktopk.bench import step as step_module
 from oktopk.bench.allreduce import AllreduceResult, Sweep, bench_allreduce
 from oktopk.bench.cluster import Place, missing_for_emulation, namespaces, open_place
 from oktopk.bench.contenders import EVERYONE, require_known
@@ -86,13 +88,20 @@ def test_two_ranks_on_a_host_share_its_counter() -> None:
     assert 0.3 * ring < results["ddp dense"].wire_bytes < 1.1 * ring, "one of two ring neighbours is on the same host"
 
 
-def test_who_waits_for_the_network_is_measured_once_and_the_others_in_every_round() -> None:
-    heard: list[str] = []
-    bench = StepBench(numel=1000, contenders=("floor", "ddp dense"), seconds=0.01, repeats=3)
-    for steady_seconds in (1e-9, 1e9):
-        with open_place(2, Network(None)) as place:
-            bench_step(place, replace(bench, steady_seconds=steady_seconds), lambda r: heard.append(r.contender))
-    assert heard == ["floor", "ddp dense"] + 3 * ["floor", "ddp dense"]
+def test_who_waits_for_the_network_is_measured_once_and_the_others_in_every_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rounds: list[list[str]] = []
+
+    def run(place: Place, task: str, arguments: dict, limit: float, hear: Callable[[dict], None]) -> None:
+        rounds.append(arguments["contenders"])
+        for name in arguments["contenders"]:
+            hear(asdict(_step(name, 7.0 if name == "ddp dense" else 0.2)))
+
+    monkeypatch.setattr(step_module, "run_ranks", run)
+    results = bench_step(Place(2), StepBench(contenders=("floor", "ddp dense", "oktopk int8"), repeats=3))
+    assert rounds == [["floor", "ddp dense", "oktopk int8"]] + 2 * [["floor", "oktopk int8"]]
+    assert [result.contender for result in results] == ["floor", "ddp dense", "oktopk int8"]
 
 
 def test_the_collective_alone_stays_between_its_bounds() -> None:

@@ -21,7 +21,7 @@ T = TypeVar("T")
 class ThreadWorld:
     """What the ranks of one world share: a slot each, and a barrier that breaks when one of them fails."""
 
-    def __init__(self, world_size: int, timeout: float = 30.0) -> None:
+    def __init__(self, world_size: int, timeout: float = 90.0) -> None:
         self.world_size = world_size
         self.slots: list[Any] = [None] * world_size
         self.barrier = threading.Barrier(world_size, timeout=timeout)
@@ -95,7 +95,7 @@ class ThreadTransport:
         return shared
 
 
-def run_world(world_size: int, work: Callable[[ThreadTransport], T], timeout: float = 30.0) -> list[T]:
+def run_world(world_size: int, work: Callable[[ThreadTransport], T], timeout: float = 90.0) -> list[T]:
     """Run `work(transport)` once per rank, each in its own thread; results by rank, or the first real error."""
     transports = ThreadWorld(world_size, timeout).transports()
     core = _core()
