@@ -26,7 +26,7 @@ demo: setup
 	$(BIN)/oktopk report --latest
 
 test: setup
-	$(BIN)/python -m pytest -n 3 --dist loadscope --cov --cov-report=term
+	$(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder --cov --cov-report=term
 	$(BIN)/python -m coverage report --include='$(CORE)' --fail-under=95
 
 test-slow: setup
