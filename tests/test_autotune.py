@@ -118,14 +118,17 @@ def test_ranks_that_measure_steps_differently_agree_on_a_fusing() -> None:
     assert run_world(2, rank) == [BY_BUCKET, BY_BUCKET]
 
 
-def test_a_bucket_is_settled_when_nothing_is_tried_on_it() -> None:
-    tuner = alone()
-    assert not tuner.is_settled([]), "no step yet"
-    drive(tuner, {FLOAT32: 3.0, BFLOAT16: 2.0, DENSE: 5.0}, 8)
-    assert not tuner.is_settled([LAYOUT])
-    drive(tuner, {FLOAT32: 3.0, BFLOAT16: 2.0, DENSE: 5.0}, 1)
-    assert tuner.is_settled([LAYOUT])
-    assert tuner.is_settled([LAYOUT, (("bias", 10),)]), "too small for trials"
+def test_a_step_is_quiet_when_nothing_is_tried_on_its_buckets() -> None:
+    tuner, costs = alone(), {FLOAT32: 3.0, BFLOAT16: 2.0, DENSE: 5.0}
+    for _ in range(9):
+        drive(tuner, costs, 1)
+        assert not tuner.was_quiet()
+    assert tuner.was_quiet(), "nothing since"
+    drive(tuner, costs, 1)
+    assert tuner.was_quiet()
+    tuner.observe((("other", 10_000),), FLOAT32, 1.0)
+    drive(tuner, costs, 1)
+    assert not tuner.was_quiet(), "one of several buckets"
 
 
 def test_ranks_that_measure_differently_agree_on_the_slowest() -> None:

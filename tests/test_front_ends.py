@@ -79,12 +79,10 @@ def test_auto_tries_buckets_and_one_vector_and_loses_nothing() -> None:
     check_equal(results)
     check_conservation(results)
     fusings = results[0].notes["fusings"]
-    trying, *_ = fusings
-    switched = fusings.index(BY_STEP)
-    assert trying == BY_BUCKET and set(fusings[:switched]) == {BY_BUCKET}
+    assert fusings[0] == BY_BUCKET and BY_STEP in fusings
     assert len(set(fusings[trials(AutoConfig(trial_steps=1, wires=("float32", "int8"))) :])) == 1, "decided by now"
     assert all(result.notes["fusings"] == fusings for result in results), "all ranks switch in the same step"
-    assert results[0].groups == (1 if fusings[-1] == BY_STEP else results[0].groups)
+    assert results[0].groups == 1 if fusings[-1] == BY_STEP else results[0].groups > 2
     assert len(results[0].notes["decisions"]) == results[0].groups, "only those in use"
 
 

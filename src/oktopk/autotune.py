@@ -96,7 +96,8 @@ class Tuner:
         self._config, self._transport = config, transport
         self._ways = [Way(True, wire) for wire in config.wires]
         self._buckets: dict[Layout, _Trial[Way]] = {}
-        self._fusing = _Trial(list(FUSINGS))
+        self._fusing = _Trial(FUSINGS)
+        self._tried = False  # since the last call of `was_quiet`
 
     def choose(self, layout: Layout) -> Way:
         """How to reduce this bucket now."""
@@ -105,12 +106,14 @@ class Tuner:
     def observe(self, layout: Layout, way: Way, seconds: float) -> None:
         """Learn how long it took; the end of a trial is the same step on all ranks."""
         bucket = self._bucket(layout)
+        self._tried |= not bucket.is_settled
         if bucket.observe(way, seconds, self._config):
             self._conclude(layout, bucket)
 
-    def is_settled(self, layouts: Sequence[Layout]) -> bool:
-        """Whether nothing is being tried on these buckets; those that nobody asked about are too small for trials."""
-        return bool(layouts) and all(self._buckets[layout].is_settled for layout in layouts if layout in self._buckets)
+    def was_quiet(self) -> bool:
+        """Whether nothing was being tried on any bucket since the last call."""
+        tried, self._tried = self._tried, False
+        return not tried
 
     @property
     def fusing(self) -> str:
@@ -145,7 +148,7 @@ class Tuner:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Keep to what was decided; what was still being tried is tried again."""
-        self._buckets, self._fusing = {}, _Trial(list(FUSINGS))
+        self._buckets, self._fusing = {}, _Trial(FUSINGS)
         for saved in state["buckets"]:
             layout = tuple((str(name), int(numel)) for name, numel in saved["layout"])
             way = Way(bool(saved["is_sparse"]), str(saved["wire"]))

@@ -166,11 +166,6 @@ class Reducer:
         """What `algorithm="auto"` has decided, and why, by the name of a bucket's first parameter."""
         return self.tuner.decisions(self.grouping.current) if self.tuner is not None else {}
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether `algorithm="auto"` is not trying anything on the buckets of the latest step."""
-        return self.tuner is None or self.tuner.is_settled(self.grouping.current)
-
     def _reduce_(self, gradient: Gradient, unused: frozenset[str]) -> Tensor:
         for group in gradient.groups(self.grouping.split(gradient.layout)):
             self._reduce_group_(group, unused & group.names)

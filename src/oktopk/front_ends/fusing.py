@@ -88,7 +88,7 @@ class ByTrial:
         self._reducer, self._tuner = reducer, tuner
         self._ways: dict[str, Fusing] = {BY_BUCKET: ByBucket(reducer), BY_STEP: ByStep(reducer, names)}
         self._now = tuner.fusing
-        self._began: float | None = None  # the latest step, unless something was being tried on its buckets
+        self._began: float | None = None  # the latest step, unless it was the first in its way
 
     def take(self, bucket: Bucket) -> Future:
         if bucket.is_first:
@@ -97,8 +97,8 @@ class ByTrial:
 
     def _begin_step(self, now: float) -> None:
         # At this moment nothing is on its way, and all ranks have seen the same steps.
-        before, self._began = self._began, now if self._reducer.is_settled else None
-        if before is not None and self._began is not None and self._tuner.observe_fusing(now - before):
+        before, self._began = self._began, now
+        if self._tuner.was_quiet() and before is not None and self._tuner.observe_fusing(now - before):
             self._reducer.communicate(lambda _: self._tuner.conclude_fusing())
         if self._tuner.fusing != self._now:
             self._now, self._began = self._tuner.fusing, None
