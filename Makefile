@@ -6,8 +6,8 @@ STAMP := $(VENV)/.installed
 # The rows of the architecture up to the reducer.
 comma := ,
 space := $(subst ,, )
-CORE_ROOMS := types errors config gradient metrics selection partition feedback schedule collectives agreement communication grouping recording reducer allreduce checkpoint
-CORE := $(subst $(space),$(comma),$(CORE_ROOMS:%=src/oktopk/%.py) $(patsubst %,src/oktopk/%/*,algorithms wire transport) src/oktopk/kernels/reference.py)
+CORE_ROOMS := types errors config metrics schedule reducer checkpoint
+CORE := $(subst $(space),$(comma),$(CORE_ROOMS:%=src/oktopk/%.py) $(patsubst %,src/oktopk/%/*,algorithms primitives reduction wire transport) src/oktopk/kernels/reference.py)
 EXTRAS := trainer,speech,bert,integrations,docs,dev
 
 .PHONY: setup demo test test-slow check bench docs results clean

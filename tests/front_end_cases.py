@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import oktopk
-from oktopk.gradient import Gradient
+from oktopk.reduction.gradient import Gradient
 
 STEPS = 12
 WIDTH = 24

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import oktopk
-from oktopk.autotune import BY_BUCKET, BY_STEP, DENSE, FUSINGS, AutoConfig, ChosenWire, Tuner, Way
 from oktopk.errors import ConfigError
+from oktopk.reduction.autotune import BY_BUCKET, BY_STEP, DENSE, FUSINGS, AutoConfig, ChosenWire, Tuner, Way
 from oktopk.transport import ThreadWorld
 from oktopk.transport.threads import ThreadTransport, run_world
 from oktopk.types import SparseVector

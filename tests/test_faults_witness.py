@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
 
-from oktopk.communication import Agreed, CommunicationThread
 from oktopk.errors import CommunicationError, MismatchError, OkTopkError, PeerError
+from oktopk.reduction.communication import Agreed, CommunicationThread
 from oktopk.transport import ThreadTransport, ThreadWorld
 from oktopk.transport.base import Fault
 from oktopk.transport.witness import LATE, VANISHED, Witness, _own_address

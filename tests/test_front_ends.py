@@ -11,7 +11,7 @@ import torch
 import front_end_cases as cases
 import oktopk
 from front_end_cases import CASES, COMPILED, Result
-from oktopk.autotune import BY_BUCKET, BY_STEP, AutoConfig, trials
+from oktopk.reduction.autotune import BY_BUCKET, BY_STEP, AutoConfig, trials
 from worlds import run_processes
 
 RANKS = 3

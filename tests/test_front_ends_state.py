@@ -11,7 +11,7 @@ from torch import Tensor
 import oktopk
 from oktopk.errors import ConfigError
 from oktopk.front_ends.broadcast import broadcast_
-from oktopk.grouping import Grouping
+from oktopk.reduction.grouping import Grouping
 from oktopk.transport import ThreadTransport, run_world
 
 A, B, C = ("a", 60), ("b", 50), ("c", 40)

@@ -15,8 +15,8 @@ from oktopk import ALGORITHMS, Reducer
 from oktopk.config import OkTopkConfig
 from oktopk.errors import MismatchError
 from oktopk.kernels import ReferenceKernels, choose
-from oktopk.partition import balanced_regions, equal_bounds
-from oktopk.selection import winners
+from oktopk.primitives.partition import balanced_regions, equal_bounds
+from oktopk.primitives.selection import winners
 from oktopk.transport import run_world
 from oktopk.types import SparseVector
 from oktopk.wire import Wire

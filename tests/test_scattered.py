@@ -13,9 +13,9 @@ from inputs import gradient
 from oktopk import Reducer
 from oktopk.algorithms import ALGORITHMS
 from oktopk.errors import NonFiniteError, UnsupportedError
-from oktopk.feedback import Feedback
-from oktopk.gradient import Gradient
 from oktopk.kernels import ReferenceKernels
+from oktopk.reduction.feedback import Feedback
+from oktopk.reduction.gradient import Gradient
 from oktopk.transport import run_world
 
 SIZES = {"a": 3000, "b": 1, "c": 777, "d": 0, "e": 64}

@@ -10,8 +10,8 @@ from oktopk import exponential_warmup
 from oktopk.bench.cost_model import predict
 from oktopk.errors import ConfigError
 from oktopk.kernels import ReferenceKernels
+from oktopk.primitives.selection import ReusedThreshold, gaussian_select
 from oktopk.schedule import Schedule, is_due
-from oktopk.selection import ReusedThreshold, gaussian_select
 
 
 def test_density_follows_its_schedule() -> None:

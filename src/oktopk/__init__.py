@@ -7,10 +7,10 @@
 """
 
 from oktopk.algorithms import ALGORITHMS
-from oktopk.allreduce import sparse_allreduce
 from oktopk.checkpoint import RankState, load, save
 from oktopk.config import PAPER_BERT, PAPER_LSTM, PAPER_VGG
 from oktopk.errors import OkTopkError
+from oktopk.front_ends.allreduce import sparse_allreduce
 from oktopk.front_ends.ddp import HookState, hook, register
 from oktopk.front_ends.fsdp import register_fsdp
 from oktopk.front_ends.optimizer import DistributedOptimizer

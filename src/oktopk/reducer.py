@@ -14,21 +14,21 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from oktopk.agreement import Agreement, Terms, check_terms, refusal
 from oktopk.algorithms import ALGORITHMS, Algorithm
 from oktopk.algorithms.base import less
 from oktopk.algorithms.dense import Dense
-from oktopk.autotune import AUTO, DENSE, AutoConfig, ChosenWire, Decision, Tuner, Way
-from oktopk.collectives import Tools
-from oktopk.communication import Agreed, CommunicationThread
 from oktopk.config import DenseConfig, Density, ReducerConfig, split_options
 from oktopk.errors import CheckpointError, CommunicationError, ConfigError, NonFiniteError, OkTopkError, nearest
-from oktopk.feedback import Feedback, residual_dtype
-from oktopk.gradient import Gradient, Layout
-from oktopk.grouping import Grouping
 from oktopk.kernels import choose
 from oktopk.metrics import Clock, Sink, StepRecord, timed
-from oktopk.recording import Recorder, Turn
+from oktopk.primitives.collectives import Tools
+from oktopk.reduction.agreement import Agreement, Terms, check_terms, refusal
+from oktopk.reduction.autotune import AUTO, DENSE, AutoConfig, ChosenWire, Decision, Tuner, Way
+from oktopk.reduction.communication import Agreed, CommunicationThread
+from oktopk.reduction.feedback import Feedback, residual_dtype
+from oktopk.reduction.gradient import Gradient, Layout
+from oktopk.reduction.grouping import Grouping
+from oktopk.reduction.recording import Recorder, Turn
 from oktopk.schedule import Schedule
 from oktopk.transport import MeteredTransport, Transport, open_transport
 from oktopk.types import Reduced, SparseVector, Stats

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from oktopk.algorithms.base import Stateless
-from oktopk.collectives import Tools, gather_regions, split_and_reduce
 from oktopk.config import DenseConfig
-from oktopk.partition import Regions, equal_bounds
+from oktopk.primitives.collectives import Tools, gather_regions, split_and_reduce
+from oktopk.primitives.partition import Regions, equal_bounds
 from oktopk.types import Reduced, SparseVector, Stats, index_dtype
 
 

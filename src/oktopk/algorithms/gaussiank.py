@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from oktopk.algorithms.base import Stateless, less, mean_of
-from oktopk.collectives import Tools, gather_regions, gather_vectors, split_and_reduce
 from oktopk.config import GaussianKConfig
-from oktopk.partition import Regions, equal_bounds
-from oktopk.selection import gaussian_select
+from oktopk.primitives.collectives import Tools, gather_regions, gather_vectors, split_and_reduce
+from oktopk.primitives.partition import Regions, equal_bounds
+from oktopk.primitives.selection import gaussian_select
 from oktopk.types import Reduced, SparseVector, Stats
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from oktopk.algorithms.base import Stateless, less, mean_of
-from oktopk.collectives import Tools
 from oktopk.config import GTopkConfig
+from oktopk.primitives.collectives import Tools
 from oktopk.types import Reduced, SparseVector, Stats
 
 

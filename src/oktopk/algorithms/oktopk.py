@@ -9,11 +9,11 @@ from typing import Any
 from torch import Tensor
 
 from oktopk.algorithms.base import less, mean_of
-from oktopk.collectives import Tools, gather_regions, split_and_reduce
 from oktopk.config import OkTopkConfig
-from oktopk.partition import Regions, balanced_regions, region_loads
+from oktopk.primitives.collectives import Tools, gather_regions, split_and_reduce
+from oktopk.primitives.partition import Regions, balanced_regions, region_loads
+from oktopk.primitives.selection import ReusedThreshold, Winners, winners, winners_above
 from oktopk.schedule import is_due
-from oktopk.selection import ReusedThreshold, Winners, winners, winners_above
 from oktopk.types import Reduced, SparseVector, Stats
 
 

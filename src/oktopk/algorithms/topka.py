@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from oktopk.algorithms.base import Stateless, mean_of
-from oktopk.collectives import Tools, gather_vectors
 from oktopk.config import TopkAConfig
+from oktopk.primitives.collectives import Tools, gather_vectors
 from oktopk.types import Reduced, Stats
 
 

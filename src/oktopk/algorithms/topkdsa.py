@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from oktopk.algorithms.base import Stateless, less, mean_of
-from oktopk.collectives import Tools, gather_regions, split_and_reduce
 from oktopk.config import TopkDSAConfig
-from oktopk.partition import Regions, equal_bounds
+from oktopk.primitives.collectives import Tools, gather_regions, split_and_reduce
+from oktopk.primitives.partition import Regions, equal_bounds
 from oktopk.types import Reduced, SparseVector, Stats
 
 

@@ -18,12 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from oktopk.algorithms import ALGORITHMS
-from oktopk.autotune import AUTO, AutoConfig, trials
 from oktopk.config import WIRES
 from oktopk.errors import ConfigError, nearest
 from oktopk.front_ends.ddp import Fuse, HookState, hook
 from oktopk.front_ends.optimizer import DistributedOptimizer
 from oktopk.reducer import Reducer
+from oktopk.reduction.autotune import AUTO, AutoConfig, trials
 
 BASELINES = ("floor", "ddp dense", "ddp fp16", "powersgd 1", "powersgd 4")
 OURS = (

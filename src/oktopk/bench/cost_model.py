@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil, log2
 
-from oktopk.agreement import AGREEMENT_WORDS
 from oktopk.config import GaussianKConfig
 from oktopk.errors import ConfigError, nearest
-from oktopk.selection import HISTOGRAM_RANKS, HISTOGRAM_WORDS
+from oktopk.primitives.selection import HISTOGRAM_RANKS, HISTOGRAM_WORDS
+from oktopk.reduction.agreement import AGREEMENT_WORDS
 from oktopk.transport.base import SIZE_BYTES
 from oktopk.types import index_dtype
 from oktopk.wire import HEADER_BYTES

@@ -12,12 +12,12 @@ from torch import nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from oktopk.communication import future_on
 from oktopk.config import Density
 from oktopk.errors import ConfigError, UnsupportedError
 from oktopk.front_ends.fusing import Bucket, ByBucket, ByStep, ByTrial, Fusing, Future
 from oktopk.front_ends.names import names_of
 from oktopk.reducer import Reducer
+from oktopk.reduction.communication import future_on
 from oktopk.transport import ThreadWorld
 
 log = logging.getLogger("oktopk")

@@ -10,9 +10,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from oktopk.autotune import BY_BUCKET, BY_STEP, Tuner
-from oktopk.communication import future_on
 from oktopk.reducer import Reducer
+from oktopk.reduction.autotune import BY_BUCKET, BY_STEP, Tuner
+from oktopk.reduction.communication import future_on
 
 Pairs = Sequence[tuple[str, int]]
 Future = torch.futures.Future[Tensor]

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from oktopk.compiling import jit, jit_reordered, leading_zeros, population, trailing_zeros
+from oktopk.kernels.compiling import jit, jit_reordered, leading_zeros, population, trailing_zeros
 from oktopk.kernels.cpu_simd import (
     WORD,
     add_word,

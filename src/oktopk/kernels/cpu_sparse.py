@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from oktopk.compiling import jit
+from oktopk.kernels.compiling import jit
 from oktopk.kernels.cpu_loops import TILE, append_places, magnitude_mask
 from oktopk.kernels.cpu_simd import LINE_BYTES, WORD, array_at, prefetch, publish, stream_line
 

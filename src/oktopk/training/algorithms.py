@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from oktopk.algorithms import ALGORITHMS
-from oktopk.autotune import AUTO, AutoConfig
 from oktopk.config import DenseConfig
 from oktopk.errors import ConfigError, nearest
+from oktopk.reduction.autotune import AUTO, AutoConfig
 
 CONFIGS: dict[str, type[Any]] = {**{name: config for name, (config, _) in ALGORITHMS.items()}, AUTO: AutoConfig}
 

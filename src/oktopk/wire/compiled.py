@@ -9,7 +9,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from oktopk.compiling import jit, leading_zeros, population, trailing_zeros
+from oktopk.kernels.compiling import jit, leading_zeros, population, trailing_zeros
 
 _ONE = np.uint64(1)
 _WHOLE = np.float32(1.5 * 2**23)  # float32 of this size have no fraction

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from oktopk.gradient import Layout
+from oktopk.reduction.gradient import Layout
 
 
 class Grouping:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from oktopk.kernels.base import Kernels
-from oktopk.partition import Regions, join, split
+from oktopk.primitives.partition import Regions, join, split
 from oktopk.transport.base import Transport
 from oktopk.types import SparseVector
 from oktopk.wire import Wire

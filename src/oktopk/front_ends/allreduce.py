@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oktopk.feedback import residual_dtype
 from oktopk.metrics import StepRecord
 from oktopk.reducer import Reducer
+from oktopk.reduction.feedback import residual_dtype
 from oktopk.types import Reduced, SparseVector, Stats
 
 

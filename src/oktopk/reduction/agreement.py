@@ -9,7 +9,7 @@ from hashlib import blake2b
 import torch
 
 from oktopk.errors import MismatchError, NonFiniteError, OkTopkError, UnsupportedError
-from oktopk.gradient import Gradient, Layout
+from oktopk.reduction.gradient import Gradient, Layout
 from oktopk.transport.base import Transport
 
 FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from oktopk.errors import OkTopkError
-from oktopk.gradient import Gradient
 from oktopk.metrics import Clock, Sink, StepRecord, merge
+from oktopk.reduction.gradient import Gradient
 from oktopk.transport import MeteredTransport
 from oktopk.transport.base import all_reduce_bytes
 from oktopk.types import Stats

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from oktopk.config import WIRES, require_positive
 from oktopk.errors import ConfigError, nearest
-from oktopk.gradient import Layout
+from oktopk.reduction.gradient import Layout
 from oktopk.transport.base import Transport, all_reduce_bytes
 from oktopk.types import SparseVector
 from oktopk.wire import Packed, Wire

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from oktopk.gradient import Gradient, Layout
 from oktopk.kernels.base import Kernels
+from oktopk.reduction.gradient import Gradient, Layout
 from oktopk.types import SparseVector, Vector
 
 

@@ -1,0 +1,1 @@
+"""What several algorithms are built of: thresholds, regions, exchanges."""

@@ -1,0 +1,1 @@
+"""How one vector goes through a reducer: agree, compensate, reduce, retain, record."""
