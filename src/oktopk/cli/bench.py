@@ -51,13 +51,14 @@ class Step:
     repeats: int = 2  # rounds over all contenders; the best round of each counts; one is enough above 5 s per step
     bucket_cap_mb: int = 25  # DDP's bucket size; PowerSGD always gets one bucket (it hangs on Gloo with more)
     json: Path | None = None  # file for the results, as JSON lines; `oktopk plan --validate` reads it
-    plot: Path | None = None  # folder for a plot, as PNG and SVG
+    plot: Path | None = None  # folder for a plot, as SVG
 
     def __call__(self) -> int:
         from oktopk.bench.contenders import EVERYONE
-        from oktopk.bench.plots import save, step_times
+        from oktopk.bench.plots import step_times
         from oktopk.bench.runs import header, write_run
         from oktopk.bench.step import StepBench, bench_step_with_costs
+        from oktopk.plotting.drawing import write_svg
 
         bench = StepBench(
             self.numel, self.model, self.density, self.contenders or EVERYONE, self.seconds, self.repeats,
@@ -73,7 +74,8 @@ class Step:
         if self.json:
             write_run(self.json, run, results)
         if self.plot:
-            save(step_times(results, f"one training step, {_where(place)}"), self.plot, f"step-{place.network.label}")
+            path = self.plot / f"step-{place.network.label}.svg"
+            write_svg(path, f"One training step, {_where(place)}", step_times(results))
         return 0
 
 
@@ -98,12 +100,13 @@ class Allreduce:
     wires: tuple[str, ...] = ("float32", "bfloat16")  # value formats
     repeats: int = 5  # reductions per combination
     json: Path | None = None  # file for the results, as JSON lines
-    plot: Path | None = None  # folder for a plot, as PNG and SVG
+    plot: Path | None = None  # folder for a plot, as SVG
 
     def __call__(self) -> int:
         from oktopk.bench.allreduce import Sweep, bench_allreduce
-        from oktopk.bench.plots import save, volume_against_bounds
+        from oktopk.bench.plots import volume_against_bounds
         from oktopk.bench.runs import header, write_run
+        from oktopk.plotting.drawing import write_svg
 
         sweep = Sweep(self.numels, self.densities, self.world_sizes, self.algorithms, self.wires, self.repeats)
         with _place(self.hosts, self.network, self.latency, self.per_host) as place:
@@ -115,7 +118,8 @@ class Allreduce:
             write_run(self.json, run, results)
         if self.plot:
             largest = [r for r in results if r.world_size == max(self.world_sizes)]
-            save(volume_against_bounds(largest, f"volume, {max(self.world_sizes)} ranks"), self.plot, "allreduce")
+            title = f"Volume, {max(self.world_sizes)} ranks"
+            write_svg(self.plot / "allreduce.svg", title, volume_against_bounds(largest))
         return 0
 
 
@@ -134,12 +138,13 @@ class Scaling:
     density: float = 0.01  # fraction sent
     wire: str = "float32"  # value format
     json: Path | None = None  # file for the results, as JSON lines
-    plot: Path | None = None  # folder for a plot, as PNG and SVG
+    plot: Path | None = None  # folder for a plot, as SVG
 
     def __call__(self) -> int:
         from oktopk.bench.allreduce import Sweep, bench_allreduce
-        from oktopk.bench.plots import save, volume_by_world
+        from oktopk.bench.plots import volume_by_world
         from oktopk.bench.runs import header, write_run
+        from oktopk.plotting.drawing import write_svg
 
         sweep = Sweep((self.numel,), (self.density,), self.ranks, wires=(self.wire,), repeats=3)
         with _place(max(self.ranks), "loopback", "0ms", 1) as place:
@@ -151,7 +156,8 @@ class Scaling:
         if self.json:
             write_run(self.json, run, results)
         if self.plot:
-            save(volume_by_world(results, f"{self.numel:,} entries, density {self.density:g}"), self.plot, "scaling")
+            title = f"Volume by world size, {self.numel:,} entries, density {self.density:g}"
+            write_svg(self.plot / "scaling.svg", title, volume_by_world(results))
         return 0
 
 

@@ -152,26 +152,30 @@ def _print_scales(scenario: Scenario, machine: Machine) -> None:
 def _plot(scenario: Scenario, machine: Machine, folder: Path) -> None:
     from oktopk.bench.network import Network
     from oktopk.bench.planner import LINKS
-    from oktopk.bench.plots import save, speedup_lines
+    from oktopk.bench.plots import speedup_lines
+    from oktopk.plotting.drawing import write_svg
+    from oktopk.plotting.frame import Axis
 
     rates = [10 ** (7 + step / 8) for step in range(33)]
     networks = [Network(rate, scenario.network.latency) for rate in rates]
     by_rate = {
         f"oktopk {wire}": [
-            (network.bits_per_second or 0.0, _gain(_at(scenario, network=network), machine, wire))
+            ((network.bits_per_second or 0.0) / 1e9, _gain(_at(scenario, network=network), machine, wire))
             for network in networks
         ]
         for wire in ("float32", "bfloat16", "int8")
     }
-    save(speedup_lines(by_rate, "Gbit/s", "speed-up by bandwidth", 1e9), folder, "plan-bandwidth")
+    drawing = speedup_lines(by_rate, Axis("Gbit/s", log=True))
+    paths = [write_svg(folder / "plan-bandwidth.svg", "Speed-up by bandwidth", drawing)]
     by_ranks = {
         name: [
             (float(n), _gain(_at(scenario, network=net, ranks=n * scenario.ranks_per_host), machine)) for n in SCALES
         ]
         for name, net in LINKS.items()
     }
-    paths = save(speedup_lines(by_ranks, "hosts", "oktopk bfloat16 by cluster size"), folder, "plan-ranks")
-    console().print(f"plots: {folder}/plan-bandwidth.*, {folder}/{paths[0].stem}.*", markup=False, soft_wrap=True)
+    drawing = speedup_lines(by_ranks, Axis("hosts", log=True))
+    paths.append(write_svg(folder / "plan-ranks.svg", "Speed-up of oktopk bfloat16 by cluster size", drawing))
+    console().print(f"plots: {', '.join(map(str, paths))}", markup=False, soft_wrap=True)
 
 
 def _gain(scenario: Scenario, machine: Machine, wire: str = "bfloat16") -> float:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
 from typing import Any
 
+from oktopk.plotting.colors import SERIES, variables
+from oktopk.plotting.drawing import Legend, rules
+from oktopk.plotting.scales import plain, say
 from oktopk.report import figures
 from oktopk.report.figures import Figure, Section
 from oktopk.report.numbers import Totals, totals, world_size
 from oktopk.report.runs import Run
-from oktopk.report.scales import plain, say
-from oktopk.report.svg import to_script
 
 # The page may run its own script and style and load nothing at all.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
@@ -30,10 +32,14 @@ def render(runs: Sequence[Run]) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
         '<meta name="color-scheme" content="light dark">\n<link rel="icon" href="data:,">\n'
-        f"<title>{escape(title)} - oktopk report</title>\n<style>{_asset('style.css')}</style>\n</head>\n<body>\n"
+        f"<title>{escape(title)} - oktopk report</title>\n<style>{_style()}</style>\n</head>\n<body>\n"
         f"{''.join(body)}\n<footer>Made by <code>oktopk report</code>. This page loads nothing from the network."
         f"</footer>\n<script>{_asset('script.js')}</script>\n</body>\n</html>\n"
     )
+
+
+def _style() -> str:
+    return "\n".join((variables(), rules(), _asset("style.css")))
 
 
 def _asset(name: str) -> str:
@@ -58,7 +64,7 @@ def _chip(slot: int, run: Run, several: bool) -> str:
     words += [f"density {density}"] if isinstance(density, (int, float)) and sparse else []
     words += [f"wire {wire}"] if isinstance(wire := run.setting("wire"), str) and sparse else []
     words += [f"{world} workers"] if world else []
-    dot = f'<i class="dot" style="background:var(--c{slot % figures.COLORS})"></i>' if several else ""
+    dot = f'<i class="dot" style="background:var(--c{slot % SERIES})"></i>' if several else ""
     name = f"<b>{escape(run.name)}</b> " if several else ""
     return f"<li>{dot}{name}{escape(' · '.join(words))}</li>" if words or several else ""
 
@@ -140,7 +146,7 @@ def _comparison(runs: Sequence[Run], found: Sequence[Totals]) -> str:
     columns = [*_columns(judged, dense)]
     head = "".join(f"<th>{escape(column.name)}</th>" for column in columns)
     rows = "".join(
-        f'<tr><th scope="row"><i class="dot" style="background:var(--c{slot % figures.COLORS})"></i>'
+        f'<tr><th scope="row"><i class="dot" style="background:var(--c{slot % SERIES})"></i>'
         f"{escape(run.name)}</th>{''.join(_cell(column, one, found) for column in columns)}</tr>"
         for slot, (run, one) in enumerate(zip(runs, found, strict=True))
     )
@@ -198,20 +204,23 @@ def _figure(figure: Figure) -> str:
     if figure.drawing is None:
         return f'<figure id="{figure.id}" class="absent">{head}<p class="absent">{escape(figure.missing)}</p></figure>'
     drawing = figure.drawing
-    titles = f'aria-labelledby="{figure.id}-name {figure.id}-words" tabindex="0"'
-    words = f'<desc id="{figure.id}-words">{escape(drawing.description)}</desc>'
-    svg = drawing.svg.replace("TITLES>", f"{titles}>{words}", 1)
-    script = f'<script type="application/json">{to_script(drawing.hover)}</script>' if drawing.hover else ""
-    label = f'<p class="ylabel">{escape(figure.y_label)}</p>' if figure.y_label else ""
+    svg = drawing.inline(f"{figure.id}-name")
+    script = f'<script type="application/json">{_to_script(drawing.hover)}</script>' if drawing.hover else ""
+    label = f'<p class="ylabel">{escape(drawing.y_label)}</p>' if drawing.y_label else ""
     return f'<figure id="{figure.id}">{head}{_legend(drawing.legend)}{label}{svg}{script}{caption}</figure>'
 
 
-def _legend(entries: Sequence[tuple[str, str, str]]) -> str:
+def _to_script(hover: Mapping[str, Any]) -> str:
+    """JSON that may stand inside a script element."""
+    return json.dumps(hover, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _legend(entries: Sequence[Legend]) -> str:
     if len(entries) < 2:
         return ""
     items = "".join(
-        f'<li><i class="key {style}" style="--key:var(--{color})"></i>{escape(name)}</li>'
-        for name, color, style in entries
+        f'<li><i class="key {one.style}" style="--key:var(--{one.color})"></i>{escape(one.name)}</li>'
+        for one in entries
     )
     return f'<ul class="legend">{items}</ul>'
 
@@ -237,7 +246,7 @@ def _densities(runs: Sequence[Run]) -> str:
 def _density_row(name: str, found: Sequence[tuple[int, Run, Mapping[str, float]]], most: float) -> str:
     bars = "".join(
         f'<span class="track"><i style="width:{100 * density[name] / most:.1f}%;'
-        f'background:var(--c{slot % figures.COLORS})"></i></span>'
+        f'background:var(--c{slot % SERIES})"></i></span>'
         f'<span class="amount">{100 * density[name]:.2f} %</span>'
         for slot, _, density in found
         if name in density

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from oktopk.report.figures.base import COLORS, Figure
+from oktopk.report.figures.base import Figure
 from oktopk.report.figures.inside import inside
 from oktopk.report.figures.learning import learning
 from oktopk.report.figures.resources import resources
@@ -13,7 +13,7 @@ from oktopk.report.figures.selection import kind_of, last_density, selection
 from oktopk.report.figures.traffic import traffic
 from oktopk.report.runs import Run
 
-__all__ = ["COLORS", "Figure", "Section", "kind_of", "last_density", "sections"]
+__all__ = ["Figure", "Section", "kind_of", "last_density", "sections"]
 
 
 @dataclass(frozen=True)

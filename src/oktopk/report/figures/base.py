@@ -5,22 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from oktopk.plotting.colors import SERIES
+from oktopk.plotting.drawing import Drawing
+from oktopk.plotting.frame import Axis, Marker
+from oktopk.plotting.lines import Chart, Series, Style, draw_lines
+from oktopk.plotting.scales import tight
 from oktopk.report import numbers
 from oktopk.report.numbers import Progress
 from oktopk.report.runs import Run, Step
-from oktopk.report.scales import tight
-from oktopk.report.svg import (
-    Axis,
-    Chart,
-    Drawing,
-    Marker,
-    Series,
-    Style,
-    draw_lines,
-    y_title,
-)
 
-COLORS = 8
 ANALYZE = "Not recorded: train with --analyze-every N to have it."
 
 
@@ -33,7 +26,6 @@ class Figure:
     caption: str
     drawing: Drawing | None = None
     missing: str = "No steps were recorded."
-    y_label: str = ""
 
 
 Pick = Callable[[Progress], Sequence[float]]
@@ -62,8 +54,7 @@ def line_figure(
     if (x.unit == "bytes" and max(places) == 0) or (y.log and not any(v > 0 for one in series for v in one.y)):
         return Figure(figure_id, title, caption, missing="Nothing was sent: one rank has nobody to send to.")
     inside_range = [marker for marker in markers if min(places) <= marker.x <= max(places)]
-    drawing = draw_lines(Chart(x, y, series, inside_range, x_scale=tight(places)))
-    return Figure(figure_id, title, caption, drawing, y_label=y_title(y, [v for one in series for v in one.y]))
+    return Figure(figure_id, title, caption, draw_lines(Chart(x, y, series, inside_range, tight(places))))
 
 
 def per_run(
@@ -108,7 +99,7 @@ def switch_marks(runs: Sequence[Run], pick: Pick = AXES[0][2]) -> list[Marker]:
 
 def colored(runs: Sequence[Run]) -> Iterator[tuple[str, Run]]:
     for slot, run in enumerate(runs):
-        yield f"c{slot % COLORS}", run
+        yield f"c{slot % SERIES}", run
 
 
 def series_name(runs: Sequence[Run], run: Run, what: str, always: bool = False) -> str:

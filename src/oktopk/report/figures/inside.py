@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from oktopk.plotting.bars import draw_histogram
+from oktopk.plotting.frame import Axis
+from oktopk.plotting.lines import Series, Style
 from oktopk.report import numbers
 from oktopk.report.figures.base import (
     ANALYZE,
@@ -15,12 +18,6 @@ from oktopk.report.figures.base import (
     switch_marks,
 )
 from oktopk.report.runs import Analysis, Histogram, Run
-from oktopk.report.svg import (
-    Axis,
-    Series,
-    Style,
-    draw_histogram,
-)
 
 
 def inside(runs: Sequence[Run]) -> Iterator[Figure]:
@@ -64,13 +61,8 @@ def _histograms(runs: Sequence[Run], run: Run) -> Figure:
         if len(histogram.edges) == len(edges)
     ]
     x = Axis("magnitude", log=_wants_log(known[0][1]))
-    return Figure(
-        figure_id,
-        title,
-        caption,
-        draw_histogram(x, Axis("entries", log=True, include=(1.0,)), edges, columns),
-        y_label="entries",
-    )
+    y = Axis("entries", log=True, include=(1.0,))
+    return Figure(figure_id, title, caption, draw_histogram(x, y, edges, columns))
 
 
 def _wants_log(histogram: Histogram) -> bool:

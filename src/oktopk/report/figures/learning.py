@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from oktopk.plotting.frame import Axis
+from oktopk.plotting.lines import Series
 from oktopk.report import numbers
 from oktopk.report.figures.base import (
     AXES,
@@ -15,10 +17,6 @@ from oktopk.report.figures.base import (
     switch_marks,
 )
 from oktopk.report.runs import Run
-from oktopk.report.svg import (
-    Axis,
-    Series,
-)
 
 _WORDS = {"step": "step", "time": "wall time", "bytes": "bytes sent"}
 

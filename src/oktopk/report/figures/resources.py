@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from statistics import fmean
 
+from oktopk.plotting.bars import Bar, draw_bars
+from oktopk.plotting.frame import Axis
+from oktopk.plotting.lines import Chart, Series, draw_stack
 from oktopk.report import numbers
 from oktopk.report.figures.base import (
     Figure,
@@ -14,14 +17,6 @@ from oktopk.report.figures.base import (
     switch_marks,
 )
 from oktopk.report.runs import Run, Step
-from oktopk.report.svg import (
-    Axis,
-    Bar,
-    Series,
-    draw_bars,
-    draw_stack,
-    y_title,
-)
 
 
 def resources(runs: Sequence[Run]) -> Iterator[Figure]:
@@ -52,9 +47,8 @@ def _phases(runs: Sequence[Run], run: Run) -> Figure:
             series.append(Series(phase, x, y, _phase_color(phase)))
     if not series or len(timed) < 2:
         return Figure(figure_id, title, caption, missing="Fewer than two steps were timed.")
-    drawing = draw_stack(Axis("step"), Axis("per step", "seconds"), series, switch_marks([run]))
-    tops = [sum(values) for values in zip(*(one.y for one in series), strict=True)]
-    return Figure(figure_id, title, caption, drawing, y_label=y_title(Axis("per step", "seconds", zero=True), tops))
+    chart = Chart(Axis("step"), Axis("per step", "seconds"), series, switch_marks([run]))
+    return Figure(figure_id, title, caption, draw_stack(chart))
 
 
 def _mean_phases(runs: Sequence[Run]) -> Figure:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from statistics import fmean
 
+from oktopk.plotting.bars import Bar, draw_bars
+from oktopk.plotting.frame import Axis
 from oktopk.report import numbers
 from oktopk.report.figures.base import (
     ANALYZE,
@@ -18,11 +20,6 @@ from oktopk.report.figures.base import (
     switch_marks,
 )
 from oktopk.report.runs import Run
-from oktopk.report.svg import (
-    Axis,
-    Bar,
-    draw_bars,
-)
 
 
 def selection(runs: Sequence[Run]) -> Iterator[Figure]:

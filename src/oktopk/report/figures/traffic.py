@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 
 from oktopk.metrics import merge_sizes
+from oktopk.plotting.bars import draw_histogram
+from oktopk.plotting.frame import Axis
+from oktopk.plotting.lines import Series
 from oktopk.report import numbers
 from oktopk.report.figures.base import (
     Figure,
@@ -19,11 +22,6 @@ from oktopk.report.figures.base import (
 )
 from oktopk.report.numbers import WORD
 from oktopk.report.runs import Run, Step
-from oktopk.report.svg import (
-    Axis,
-    Series,
-    draw_histogram,
-)
 
 
 def traffic(runs: Sequence[Run]) -> Iterator[Figure]:
@@ -92,7 +90,7 @@ def _messages(runs: Sequence[Run], run: Run) -> Figure:
     columns = [Series(one.name, edges[first:-1], one.y[first:], one.color) for one in columns]
     x, y = Axis("size of a message", "bytes", log=True), Axis("messages", log=True, include=(1.0,))
     caption = "Messages that rank 0 sent over the whole run, by operation; bins double in size."
-    return Figure(figure_id, title, caption, draw_histogram(x, y, edges[first:], columns), y_label="messages")
+    return Figure(figure_id, title, caption, draw_histogram(x, y, edges[first:], columns))
 
 
 def _sizes(run: Run) -> dict[str, dict[int, int]]:
