@@ -52,7 +52,7 @@ def failing_thread() -> tuple[str, str, float]:
 
     def sabotage(step: int) -> None:
         if step == 4 and dist.get_rank() == 1:
-            reducer._tools.wire.__dict__["pack"] = _raise_key_error
+            reducer._pipeline.tools.wire.__dict__["pack"] = _raise_key_error
 
     outcome = caught(lambda: train(ddp, 8, sabotage))
     reducer.close()

@@ -130,7 +130,7 @@ def result_of(module: nn.Module, reducer: oktopk.Reducer, ledger: Ledger, **note
         ledger.given,
         ledger.applied,
         {name: r.double().flatten() for name, r in reducer.residuals().items()},
-        len(reducer.grouping.current),
+        len(reducer._pipeline.grouping.current),
         reducer.last_step.phase,
         notes,
     )
@@ -181,7 +181,7 @@ def auto() -> Result:
     fusings: list[str] = []
 
     def forward(module: nn.Module, x: Tensor, step: int) -> Tensor:
-        fusings.append(reducer.tuner.fusing)
+        fusings.append(reducer._pipeline.tuner.fusing)
         return module(x)
 
     result = train(ddp, reducer, steps=30, forward=forward)

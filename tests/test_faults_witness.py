@@ -164,7 +164,7 @@ def test_a_broken_collective_without_a_culprit_says_so() -> None:
 def test_an_exception_that_ends_the_process_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     (here, first), (there, second) = threads_of(2)
     monkeypatch.setattr("sys.last_value", ValueError("a bug"), raising=False)
-    first._at_exit()
+    first.tell_peers_at_exit()
     assert there.find_fault() == Fault(0, "ValueError: a bug", 4, "training")
     assert here.find_fault() == there.find_fault()
     first.close()

@@ -94,7 +94,9 @@ def test_momentum_correction_with_masking_stops_sent_momentum() -> None:
     optimizer = oktopk.DistributedOptimizer(inner, model, **options)
     model(torch.ones(2, 24)).sum().backward()
     optimizer.step()
-    assert not any(v.any() for v in optimizer.reducer.feedback.velocities().values()), "all was sent, so all stops"
+    assert not any(v.any() for v in optimizer.reducer._pipeline.feedback.velocities().values()), (
+        "all was sent, so all stops"
+    )
     optimizer.reducer.close()
 
 

@@ -46,7 +46,7 @@ def test_regrouped_buckets_reduce_as_the_groups_would() -> None:
     def work(transport: ThreadTransport) -> tuple[Tensor, Tensor]:
         flat = noise(transport.rank, A, B, C)
         with reducer_on(transport) as one, reducer_on(transport) as other:
-            one.grouping.resume([[C, A], [B]])
+            one._pipeline.grouping.resume([[C, A], [B]])
             whole = one.submit([A, B, C], flat.clone()).wait()
             a, b, c = flat.split([60, 50, 40])
             parts = [other.submit([C, A], torch.cat([c, a])).wait(), other.submit([B], b.clone()).wait()]
@@ -61,12 +61,12 @@ def test_a_parameter_unused_everywhere_sits_out_and_keeps_what_it_owes() -> None
     def work(transport: ThreadTransport) -> None:
         with reducer_on(transport, momentum_correction=0.5) as reducer:
             reducer.submit([A, B], noise(transport.rank, A, B)).wait()
-            before, velocity = reducer.residuals()["a"], reducer.feedback.velocities()["a"]
+            before, velocity = reducer.residuals()["a"], reducer._pipeline.feedback.velocities()["a"]
             mean = reducer.submit([A, B], noise(transport.rank, A, B, seed=1), unused={"a"}).wait()
-            assert reducer.unused == {"a"}
+            assert reducer._pipeline.unused == {"a"}
             assert not mean[:60].any() and mean[60:].any()
             assert torch.equal(reducer.residuals()["a"], before)
-            assert torch.equal(reducer.feedback.velocities()["a"], velocity)
+            assert torch.equal(reducer._pipeline.feedback.velocities()["a"], velocity)
             total = sum(float(r.double().square().sum()) for r in reducer.residuals().values())
             assert reducer.last_step.residual_norm == pytest.approx(total**0.5, rel=1e-4)
 
@@ -80,7 +80,7 @@ def test_a_parameter_unused_on_one_rank_takes_part() -> None:
             flat = torch.full((140,), float(transport.rank))
             unused = {"p1", "p69"} if transport.rank == 0 else {"p69"}
             mean = reducer.submit(names, flat, unused).wait()
-            assert reducer.unused == {"p69"}
+            assert reducer._pipeline.unused == {"p69"}
             return mean
 
     mean = run_world(2, work)[0]
@@ -90,10 +90,10 @@ def test_a_parameter_unused_on_one_rank_takes_part() -> None:
 def test_residuals_follow_the_gradient_scale() -> None:
     with oktopk.Reducer(density=0.1, min_numel=0, momentum_correction=0.5) as reducer:
         reducer.submit([A], noise(0, A)).wait()
-        before, velocity = reducer.residuals()["a"], reducer.feedback.velocities()["a"]
+        before, velocity = reducer.residuals()["a"], reducer._pipeline.feedback.velocities()["a"]
         reducer.set_gradient_scale(1024.0)
         assert torch.equal(reducer.residuals()["a"], before * 1024)
-        assert torch.equal(reducer.feedback.velocities()["a"], velocity * 1024)
+        assert torch.equal(reducer._pipeline.feedback.velocities()["a"], velocity * 1024)
         reducer.set_gradient_scale(1024.0)
         assert torch.equal(reducer.residuals()["a"], before * 1024)
         with pytest.raises(ConfigError, match="scale must be above 0"):
@@ -106,7 +106,7 @@ def test_a_skipped_step_is_undone_whole() -> None:
         with reducer_on(transport, on_nonfinite="skip", momentum_correction=0.5) as reducer:
             for pair in (A, B, C):
                 reducer.submit([pair], noise(transport.rank, pair)).wait()
-            before, velocities = reducer.residuals(), reducer.feedback.velocities()
+            before, velocities = reducer.residuals(), reducer._pipeline.feedback.velocities()
             bad = noise(transport.rank, B)
             bad[3] = float("inf") if transport.rank else bad[3]
             assert reducer.submit([A], noise(transport.rank, A, seed=1)).wait().isfinite().all()
@@ -114,7 +114,7 @@ def test_a_skipped_step_is_undone_whole() -> None:
             assert reducer.submit([C], noise(transport.rank, C, seed=1)).wait().isnan().all()
             for name, residual in reducer.residuals().items():
                 assert torch.equal(residual, before[name])
-                assert torch.equal(reducer.feedback.velocities()[name], velocities[name])
+                assert torch.equal(reducer._pipeline.feedback.velocities()[name], velocities[name])
             assert reducer.submit([A], noise(transport.rank, A, seed=2)).wait().isfinite().all()
 
     run_world(2, work)
@@ -132,7 +132,7 @@ def test_momentum_correction_is_momentum_sgd_when_everything_is_sent() -> None:
 def test_masking_stops_the_momentum_of_what_was_sent_and_of_nothing_else() -> None:
     with oktopk.Reducer(density=0.1, min_numel=0, momentum_correction=0.9, factor_masking=True) as reducer:
         sent = reducer.reduce("a", noise(0, A)) != 0
-        velocity = reducer.feedback.velocities()["a"]
+        velocity = reducer._pipeline.feedback.velocities()["a"]
         assert sent.any() and not velocity[sent].any() and velocity[~sent].ne(0).all()
 
 
@@ -160,7 +160,7 @@ def test_rounding_the_mean_to_a_short_dtype_loses_nothing(dtype: torch.dtype) ->
 def test_a_mean_beyond_the_range_of_float16_saturates_and_the_rest_stays_owed() -> None:
     with oktopk.Reducer(density=1.0, min_numel=0) as reducer:
         grad = torch.full((8,), 60000.0, dtype=torch.float16)
-        reducer.feedback.load_state_dict({"a": torch.full((8,), 60000.0)})
+        reducer._pipeline.feedback.load_state_dict({"a": torch.full((8,), 60000.0)})
         mean = reducer.reduce("a", grad)
         assert mean.isfinite().all()
         assert torch.equal(mean.double() + reducer.residuals()["a"].double(), torch.full((8,), 120000.0).double())

@@ -129,7 +129,7 @@ def test_scaled_residuals_follow_the_unit_of_the_gradient() -> None:
     with Reducer(density=0.1) as reducer:
         reducer.reduce("a", torch.randn(3000))
         before = reducer.residuals()["a"]
-        reducer.feedback.scale_(0.5)
+        reducer._pipeline.feedback.scale_(0.5)
         torch.testing.assert_close(reducer.residuals()["a"], before * 0.5)
 
 

@@ -128,7 +128,7 @@ def test_an_exception_in_the_communication_thread_ends_every_rank() -> None:
     def work(transport: Any) -> str:
         with Reducer("oktopk", 0.1, group=transport) as reducer:
             if transport.rank == 1:
-                object.__setattr__(reducer._tools, "kernels", _BrokenKernels())
+                object.__setattr__(reducer._pipeline.tools, "kernels", _BrokenKernels())
             try:
                 reducer.reduce("w", gradient("normal", 2000, transport.rank, 0))
             except Exception as error:

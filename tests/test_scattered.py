@@ -105,7 +105,7 @@ def test_what_was_prepared_for_a_refused_step_is_not_used_later() -> None:
     bad, good = (Gradient.of([("a", 2), ("b", 1)], [torch.full((2,), x), torch.full((1,), x)]) for x in (math.nan, 1.0))
     assert feedback.prepare(bad, 1) is False
     assert feedback.prepare(good, 0) is None  # a dense step: nothing is selected
-    assert torch.equal(feedback.compensate(good), torch.ones(3))
+    assert torch.equal(feedback.compensate(good, 0, with_feedback=True), torch.ones(3))
 
 
 def test_dense_steps_join_pieces_in_the_same_memory() -> None:

@@ -72,8 +72,9 @@ def load(
 ) -> Manifest:
     """Continue from a checkpoint. Every rank must call this, on a reducer made with the same settings.
 
-    At another world size, "redistribute" adds the residuals of the old ranks up on the new ones, so that no gradient
-    is lost, and "reset" drops them; thresholds and regions are found anew.
+    At another world size, "redistribute" adds the residuals of the old ranks up on the new ones, times new / old world
+    size: a mean over P ranks divides what they owe by P, and what reaches the weights must stay the same. "reset" drops
+    them. Thresholds and regions are found anew.
     """
     if on_world_change not in ("redistribute", "reset"):
         raise ConfigError(f"on_world_change must be 'redistribute' or 'reset', got {on_world_change!r}.")
@@ -211,12 +212,13 @@ def _read(reducer: Reducer, folder: Path, on_world_change: OnWorldChange) -> tup
     state = _read_rank(folder, manifest.files[0])
     inherited = manifest.files[reducer.rank :: reducer.world_size] if on_world_change == "redistribute" else ()
     old = [_read_rank(folder, file) for file in inherited]
+    scale = reducer.world_size / manifest.world_size
     return manifest, state | {
         "rank": reducer.rank,
         "world_size": reducer.world_size,
         "algorithms": {},  # regions and thresholds depend on the number of ranks
-        "residuals": _sum(part["residuals"] for part in old),
-        "velocities": _sum(part["velocities"] for part in old),
+        "residuals": _sum((part["residuals"] for part in old), scale),
+        "velocities": _sum((part["velocities"] for part in old), scale),
     }
 
 
@@ -234,11 +236,12 @@ def _read_rank(folder: Path, file: RankFile) -> dict[str, Any]:
     return unpack(data)
 
 
-def _sum(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+def _sum(parts: Iterable[Mapping[str, Tensor]], scale: float) -> dict[str, Tensor]:
+    """The sum by name, times `scale`."""
     total: dict[str, Tensor] = {}
     for part in parts:
         for name, vector in part.items():
-            total[name] = total[name] + vector if name in total else vector
+            total[name] = total.get(name, 0.0) + vector * scale
     return total
 
 

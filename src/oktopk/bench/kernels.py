@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from math import inf
 from typing import Any
 
 import torch
@@ -26,12 +27,13 @@ SIZES = (100_000, 1_000_000, 100_000_000)
 
 _FIRST_STEP = """
 import json, time
+from math import inf
 import torch
 imported = time.process_time()
 from oktopk.kernels import choose
 kernels = choose(torch.device("cpu")).kernels
 residual, grad = torch.zeros(100_000), torch.randn(100_000)
-kernels.all_finite(grad)
+kernels.all_below(grad, inf)
 kernels.accumulate_(residual, grad, 1000)
 chosen, _ = kernels.select_topk(residual, 1000)
 kernels.retain_(residual, chosen)
@@ -145,7 +147,7 @@ class _Bench:
         kernels, k = kernels or self.kernels, self.k(density)
 
         def work() -> SparseVector:
-            kernels.all_finite(self.grad)
+            kernels.all_below(self.grad, inf)
             kernels.accumulate_(self.residual, self.grad, k)
             chosen, _ = kernels.select_topk(self.residual, k)
             kernels.retain_(self.residual, chosen)
@@ -202,7 +204,7 @@ class _Bench:
         lists = _split(chosen, 8)
         works: dict[str, Callable[[], object]] = {
             "add_ (torch)": self.add,
-            "all_finite": lambda: kernels.all_finite(self.grad),
+            "all_below": lambda: kernels.all_below(self.grad, inf),
             "accumulate_": lambda: kernels.accumulate_(self.residual, self.grad),
             "accumulate_ and gather": lambda: kernels.accumulate_(self.residual, self.grad, k),
             "select_topk": lambda: kernels.select_topk(self.residual, k),

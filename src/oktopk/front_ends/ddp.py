@@ -179,7 +179,11 @@ def _make_reducer(
 def _fusing(fuse: Fuse | None, reducer: Reducer, names: dict[int, str]) -> Fusing:
     if fuse == "step":
         return ByStep(reducer, names)
-    return ByBucket(reducer) if fuse == "bucket" or reducer.tuner is None else ByTrial(reducer, reducer.tuner, names)
+    return (
+        ByBucket(reducer)
+        if fuse == "bucket" or reducer._pipeline.tuner is None
+        else ByTrial(reducer, reducer._pipeline.tuner, names)
+    )
 
 
 _FOREVER = 2**62  # steps

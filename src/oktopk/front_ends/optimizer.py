@@ -141,7 +141,7 @@ class DistributedOptimizer(Optimizer):
 
     def _hand_back(self, bucket: ParameterBucket) -> None:
         # A parameter that no rank used has no gradient, and an optimizer then leaves it alone.
-        bucket.hand_back(lambda parameter: 1.0 / self._weight(parameter), skip=self.reducer.unused)
+        bucket.hand_back(lambda parameter: 1.0 / self._weight(parameter), skip=self.reducer._pipeline.unused)
 
     def _weight(self, parameter: nn.Parameter) -> float:
         """What a gradient is multiplied by while it travels and waits."""

@@ -18,8 +18,8 @@ class Kernels(Protocol):
 
     name: str
 
-    def all_finite(self, x: Tensor) -> bool:
-        """Whether x holds neither NaN nor Inf."""
+    def all_below(self, x: Tensor, limit: float) -> bool:
+        """Whether |x| < limit everywhere; with an infinite limit, whether x holds neither NaN nor Inf."""
         ...
 
     def accumulate_(self, residual: Tensor, grad: Tensor, k: int = 0) -> float:

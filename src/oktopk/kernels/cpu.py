@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -51,9 +50,9 @@ class CpuKernels(ReferenceKernels):
         """Memory these kernels hold between calls."""
         return sum(buffer.nbytes for buffer in self._buffers.values()) + self._counters.nbytes
 
-    def all_finite(self, x: Tensor) -> bool:
-        bits, infinity = _bits(x), _infinity(x.dtype)
-        return not any(self._team.run(bits.size, lambda start, stop: loops.any_at_least(bits[start:stop], infinity)))
+    def all_below(self, x: Tensor, limit: float) -> bool:
+        bits, key = _bits(x), _key(limit, x.dtype)
+        return not any(self._team.run(bits.size, lambda start, stop: loops.any_at_least(bits[start:stop], key)))
 
     def accumulate_(self, residual: Tensor, grad: Tensor, k: int = 0) -> float:
         if residual.dtype not in _FLOATS or not residual.is_contiguous():
@@ -356,11 +355,6 @@ def _key(threshold: float, dtype: torch.dtype) -> np.uint64:
     """The smallest key whose magnitude reaches `threshold`, which is rounded to `dtype` first; never that of zero."""
     rounded = torch.tensor([threshold], dtype=dtype)
     return np.uint64(1) if bool(rounded[0] <= 0) else np.uint64(_bits(rounded)[0])
-
-
-@cache
-def _infinity(dtype: torch.dtype) -> np.uint64:
-    return _key(float("inf"), dtype)
 
 
 def _magnitude_of(key: int, dtype: torch.dtype) -> float:

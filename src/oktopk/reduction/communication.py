@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import queue
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -18,7 +20,11 @@ from torch import Tensor
 from oktopk.errors import CommunicationError, OkTopkError, PeerError
 from oktopk.transport.base import Fault, Transport
 
+log = logging.getLogger("oktopk")
+
 T = TypeVar("T")
+
+LOOK_SECONDS = 1.0  # between looks whether the thread that is waited for still lives
 
 
 class Agreed(Exception):
@@ -38,11 +44,13 @@ class _Job:
     error: Exception | None = None
 
     def settle(self) -> None:
-        if self.error is not None:
-            self.future.set_exception(self.error)
-        else:
-            self.future.set_result(self.result)
-        self.done.set()
+        try:
+            if self.error is not None:
+                self.future.set_exception(self.error)
+            else:
+                self.future.set_result(self.result)
+        finally:
+            self.done.set()
 
 
 class CommunicationThread:
@@ -56,9 +64,13 @@ class CommunicationThread:
         self._transport, self._where = transport, where  # where: step and phase
         self._jobs: queue.Queue[_Job | None] = queue.Queue()
         self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._work, name="oktopk-communication", daemon=True)
+        self._is_closed = False
+        # Neither the thread nor the interpreter's list of what to do at exit may keep this object alive.
+        self._thread = threading.Thread(
+            target=_work, args=(weakref.ref(self), self._jobs, transport), name="oktopk-communication", daemon=True
+        )
         self._thread.start()
-        atexit.register(self._at_exit)
+        self._end_thread = _watch_exit(self)
 
     def submit(self, work: Callable[[], T], tensor: Tensor) -> torch.futures.Future[T]:
         """Do it later, when `tensor` has been written; the future holds what `work` returns, or what it raised."""
@@ -71,43 +83,66 @@ class CommunicationThread:
         return self._put(_Job(waiting, future_on(tensor.device))).future
 
     def run(self, work: Callable[[], T]) -> T:
-        """Do it now, after all that was submitted before."""
+        """Do it now, after all that was submitted before. From the thread itself: at once."""
+        if threading.current_thread() is self._thread:
+            return work()
         job = self._put(_Job(work, torch.futures.Future()))
-        job.done.wait()
+        while not job.done.wait(LOOK_SECONDS):
+            # What the thread does is bounded by the timeout of the group; only its own death is not.
+            if not self._thread.is_alive() and not job.done.is_set():
+                raise CommunicationError("the communication thread has died, and this reducer with it.")
         if job.error is not None:
             raise job.error
         return cast(T, job.result)
 
+    def read(self, work: Callable[[], T]) -> T:
+        """As `run`, for work that only looks at state: also after a failure and after `close`, when nobody writes."""
+        if self._error is not None or self._is_closed:
+            return work()
+        return self.run(work)
+
     def close(self) -> None:
         """Finish what was submitted and leave the group."""
-        atexit.unregister(self._at_exit)
-        if self._thread.is_alive():
-            self._jobs.put(None)
-            self._thread.join()
-            self._transport.close()
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._end_thread()
+        while self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(LOOK_SECONDS)  # each job is bounded by the timeout of the group
+        self._transport.close()
 
     def _put(self, job: _Job) -> _Job:
         if self._error is not None:
             raise self._error
-        if not self._thread.is_alive():
+        if self._is_closed or not self._thread.is_alive():
             raise OkTopkError("this reducer is closed.")
         self._jobs.put(job)
         return job
 
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            try:
-                if self._error is not None:
-                    raise self._error
-                job.result = job.work()
-            except Agreed as agreed:
-                job.error = agreed.error
-            except Exception as error:
-                self._error = job.error = self._error or self._leave(error)
+    def _do(self, job: _Job) -> None:
+        """Whatever happens in a job, it is settled: somebody waits for it."""
+        try:
+            if self._error is not None:
+                raise self._error
+            job.result = job.work()
+        except Agreed as agreed:
+            job.error = agreed.error
+        except BaseException as error:
+            if self._error is None:
+                self._error = self._leave(error if isinstance(error, Exception) else OkTopkError(_text(error)))
+            job.error = self._error
+        finally:
             job.settle()
 
     def _leave(self, error: Exception) -> Exception:
         """Say why, leave, and return what to raise on this rank."""
+        try:
+            return self._blame(error)
+        except Exception:
+            log.exception("leaving the group failed too; the first error is raised.")
+            return error
+
+    def _blame(self, error: Exception) -> Exception:
         step, phase = self._where()
         if not isinstance(error, CommunicationError):
             self._transport.abort(Fault(self._transport.rank, _text(error), step, phase))
@@ -124,11 +159,42 @@ class CommunicationThread:
         self._transport.abort(fault)
         return PeerError(f"{fault} ({here}: {error})")
 
-    def _at_exit(self) -> None:
+    def tell_peers_at_exit(self) -> None:
         """When an exception ends this process, peers shall read which."""
         error = getattr(sys, "last_value", None)
-        if error is not None and self._error is None:
+        if error is not None and self._error is None and not self._is_closed:
             self._transport.abort(Fault(self._transport.rank, _text(error), self._where()[0], "training"))
+
+
+def _work(owner: weakref.ref[CommunicationThread], jobs: queue.Queue[_Job | None], transport: Transport) -> None:
+    """What the thread does. It holds its owner only while it does a job, so that an owner nobody holds can go."""
+    while (job := jobs.get()) is not None:
+        thread = owner()
+        if thread is None:
+            break
+        thread._do(job)
+        del thread, job
+    if owner() is None:  # dropped without being closed
+        transport.close()
+
+
+def _watch_exit(thread: CommunicationThread) -> weakref.finalize[..., CommunicationThread]:
+    """Let it tell its peers when an exception ends the process. Called or dropped, it ends the thread instead."""
+    known = weakref.ref(thread)
+
+    def tell_peers() -> None:
+        alive = known()
+        if alive is not None:
+            alive.tell_peers_at_exit()
+
+    def end(jobs: queue.Queue[_Job | None]) -> None:
+        atexit.unregister(tell_peers)
+        jobs.put(None)
+
+    atexit.register(tell_peers)
+    end_thread = weakref.finalize(thread, end, thread._jobs)
+    end_thread.atexit = False
+    return end_thread
 
 
 def _after_writes_to(flat: Tensor) -> Callable[[], AbstractContextManager[None]]:

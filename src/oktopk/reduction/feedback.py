@@ -1,17 +1,21 @@
-"""What is still owed: the residual of every parameter, shared by all algorithms."""
+"""Error feedback: what is still owed, the residual of every parameter, shared by all algorithms."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from math import inf
 
 import torch
 from torch import Tensor
 
+from oktopk.algorithms.base import less
 from oktopk.kernels.base import Kernels
 from oktopk.reduction.gradient import Gradient, Layout
-from oktopk.types import SparseVector, Vector
+from oktopk.types import Reduced, SparseVector, Vector
+
+_LIMITS = {dtype: torch.finfo(dtype).max * (1 - 1e-6) for dtype in (torch.float32, torch.float64)}
 
 
 class Feedback:
@@ -45,11 +49,25 @@ class Feedback:
         self._prepared = layout, energy
         return math.isfinite(energy)
 
-    def compensate(self, gradient: Gradient, k: int = 0) -> Tensor:
+    def is_finite(self, gradient: Gradient, k: int) -> bool:
+        """Whether the gradient, and its sum with what is owed, hold neither NaN nor Inf. Changes no residual."""
+        finite = self.prepare(gradient, k)
+        if finite is not None:
+            return finite
+        limit = _LIMITS[residual_dtype(gradient.dtype)] - self._largest_owed(gradient)
+        if all(self._kernels.all_below(piece, limit) for piece in gradient.pieces):
+            return True
+        # Some entry may overflow together with what is owed, or is not finite itself: look at the sum.
+        return self._kernels.all_below(self._sum_of(gradient), inf)
+
+    def compensate(self, gradient: Gradient, k: int, with_feedback: bool) -> Tensor:
         """The gradient plus what is owed. The result is the residual itself: `retain` says what left it.
 
-        `k` entries of it are going to be selected, if it is not 0.
+        `k` entries of it are going to be selected, if it is not 0. Without feedback nothing is owed, and the result
+        is the gradient, as one tensor in the precision of residuals.
         """
+        if not with_feedback:
+            return self.joined(gradient).to(residual_dtype(gradient.dtype))
         layout = gradient.layout
         self._settled.discard(layout)
         prepared, self._prepared = self._prepared, None
@@ -63,24 +81,22 @@ class Feedback:
         self._energy[layout] = self._kernels.accumulate_(residual, self._with_momentum(gradient), k)
         return residual
 
+    def retain(self, gradient: Gradient, reduced: Reduced, with_feedback: bool) -> None:
+        """Hand the mean back into the gradient; everything that was not sent stays owed."""
+        sent = reduced.sent
+        if isinstance(reduced.mean, SparseVector):
+            mean, lost = _rounded(reduced.mean, gradient.dtype)
+            self._kernels.fill_(gradient.pieces, mean)
+            # Each rank keeps what the rounding of the mean took: summed over ranks, that is all of it.
+            sent = less(sent, lost) if lost is not None and isinstance(sent, SparseVector) else sent
+        else:
+            gradient.copy_(reduced.mean)
+        if with_feedback:
+            self._subtract(gradient.layout, sent)
+
     def joined(self, gradient: Gradient) -> Tensor:
         """All of a gradient as one tensor, which is good until the next call for its layout."""
         return torch.cat(gradient.pieces, out=self._spare(gradient)) if gradient.is_scattered else gradient.pieces[0]
-
-    def retain(self, layout: Layout, sent: Vector | None) -> None:
-        """Everything not in `sent` stays owed."""
-        residual = self._residuals.flat(layout)
-        if sent is None:
-            residual.zero_()
-            self._energy[layout] = 0.0
-            self._settled.add(layout)
-        elif isinstance(sent, SparseVector):
-            self._energy[layout] += self._kernels.retain_(residual, sent)
-            if self._masking:
-                self._velocities.flat(layout)[sent.indices.long()] = 0.0
-        else:
-            residual.sub_(sent)
-            self._energy[layout] = float(residual.double().square().sum())
 
     def owes(self, layout: Layout) -> bool:
         """Whether a gradient of this layout must be compensated."""
@@ -91,7 +107,9 @@ class Feedback:
         return any(name in self._residuals for name, _ in layout)
 
     def norm(self, layout: Layout) -> float:
-        return math.sqrt(max(0.0, self._energy.get(layout, 0.0)))
+        """Of what is owed; a sum of squares that rounding left just below zero is none."""
+        energy = self._energy.get(layout, 0.0)
+        return math.sqrt(energy) if not energy < 0.0 else 0.0
 
     def scale_(self, factor: float) -> None:
         """Multiply everything: the unit of the gradient has changed."""
@@ -107,12 +125,14 @@ class Feedback:
             return
         self._prepared = None  # with the residuals that are to sit out
         held = self._residuals.take(names), self._velocities.take(names)
-        yield
-        self._settled.discard(layout)
-        self._residuals.give_back(held[0])
-        self._velocities.give_back(held[1])
-        energy = sum(float(residual.double().square().sum()) for residual in held[0].values())
-        self._energy[layout] = self._energy.get(layout, 0.0) + energy
+        try:
+            yield
+        finally:
+            self._settled.discard(layout)
+            self._residuals.give_back(held[0])
+            self._velocities.give_back(held[1])
+            energy = sum(float(residual.double().square().sum()) for residual in held[0].values())
+            self._energy[layout] = self._energy.get(layout, 0.0) + energy
 
     def remember(self, gradient: Gradient) -> None:
         """Keep a copy, for `undo`."""
@@ -123,6 +143,8 @@ class Feedback:
     def undo(self) -> None:
         """Put everything back as it was when remembered."""
         self._settled.clear()
+        for layout in self._residuals.remembered:
+            self._energy.pop(layout, None)
         self._residuals.undo()
         self._velocities.undo()
 
@@ -143,6 +165,39 @@ class Feedback:
         """Replace everything; each name moves into its bucket when that is next reduced."""
         self._residuals, self._velocities, self._energy = ByName(residuals), ByName(velocities or {}), {}
         self._settled.clear()
+
+    def _subtract(self, layout: Layout, sent: Vector | None) -> None:
+        residual = self._residuals.flat(layout)
+        if sent is None:
+            residual.zero_()
+            self._energy[layout] = 0.0
+            self._settled.add(layout)
+        elif isinstance(sent, SparseVector):
+            self._energy[layout] += self._kernels.retain_(residual, sent)
+            if self._masking:
+                self._velocities.flat(layout)[sent.indices.long()] = 0.0
+        else:
+            residual.sub_(sent)
+            self._energy[layout] = float(residual.double().square().sum())
+
+    def _largest_owed(self, gradient: Gradient) -> float:
+        """A bound of what any entry is owed: of the residual, and of a velocity that will be added to it."""
+        layout = gradient.layout
+        if layout not in self._energy or not self._residuals.is_at(layout):
+            owed = [self._residuals.view(name) for name in gradient.names if name in self._residuals]
+            self._energy[layout] = sum(float(part.double().square().sum()) for part in owed)
+        if not self._momentum:
+            return self.norm(layout)
+        moving = [self._velocities.view(name) for name in gradient.names if name in self._velocities]
+        return self.norm(layout) + max((float(part.abs().max()) for part in moving if part.numel()), default=0.0)
+
+    def _sum_of(self, gradient: Gradient) -> Tensor:
+        """A fresh copy of what `compensate` would make."""
+        layout, like = gradient.layout, gradient.pieces[0]
+        grad = self.joined(gradient).to(residual_dtype(like.dtype))
+        if self._momentum:
+            grad = self._velocities.get(layout, like) * self._momentum + grad
+        return self._residuals.get(layout, like) + grad
 
     def _spare(self, gradient: Gradient) -> Tensor:
         """A vector for a scattered gradient, made once: fresh memory costs more than the work on it."""
@@ -256,6 +311,15 @@ class ByName:
         in_use = set(self._home.values())
         self._flat = {known: flat for known, flat in self._flat.items() if known in in_use}
         return moved
+
+
+def _rounded(mean: SparseVector, dtype: torch.dtype) -> tuple[SparseVector, SparseVector | None]:
+    """The mean as `dtype` can hold it, and what that leaves over."""
+    if mean.values.dtype == dtype:
+        return mean, None
+    limit = torch.finfo(dtype).max
+    rounded = mean.with_values(mean.values.clamp(-limit, limit).to(dtype).to(mean.values.dtype))
+    return rounded, mean.with_values(mean.values - rounded.values)
 
 
 def residual_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -1,7 +1,8 @@
-"""One bucket on its way through a reducer, and the record that is kept of it."""
+"""What one reduction does with one vector, and the record that is kept of it."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 from oktopk.errors import OkTopkError
@@ -11,16 +12,18 @@ from oktopk.transport import MeteredTransport
 from oktopk.transport.base import all_reduce_bytes
 from oktopk.types import Stats
 
+log = logging.getLogger("oktopk")
+
 
 @dataclass(frozen=True)
-class Turn:
-    """What is done with one bucket in one step."""
+class Plan:
+    """What is going to be done with one vector in one step."""
 
     gradient: Gradient
     step: int
     k: int
     is_sparse: bool
-    with_feedback: bool
+    with_feedback: bool  # what is owed is added, and what does not arrive stays owed
     unused: frozenset[str]  # names that took no part in this rank's backward
 
     @property
@@ -29,7 +32,7 @@ class Turn:
         return self.k if self.is_sparse else 0
 
 
-class Recorder:
+class StepRecords:
     """Counts and times what happens between `restart` and `take`, and keeps the records of the latest step."""
 
     def __init__(self, transport: MeteredTransport, clock: Clock, sink: Sink | None) -> None:
@@ -40,13 +43,12 @@ class Recorder:
         self._transport.restart()
         self._clock.restart()
 
-    def take(self, turn: Turn, stats: Stats, residual_norm: float, skipped: bool) -> None:
-        """Make the record of a turn and hand it on."""
-        record = self._record(turn, stats, residual_norm, skipped)
+    def take(self, plan: Plan, stats: Stats, residual_norm: float, skipped: bool) -> None:
+        """Make the record of a reduction and hand it on."""
+        record = self._record(plan, stats, residual_norm, skipped)
         others = [r for r in self._latest if r.step == record.step and r.bucket != record.bucket]
         self._latest = [*others, record]
-        if self._sink is not None:
-            self._sink(record)
+        self._hand_on(record)
 
     @property
     def last_step(self) -> StepRecord:
@@ -55,14 +57,24 @@ class Recorder:
             raise OkTopkError("nothing has been reduced yet: last_step exists after the first reduce.")
         return merge(self._latest)
 
-    def _record(self, turn: Turn, stats: Stats, residual_norm: float, skipped: bool) -> StepRecord:
-        meter, gradient = self._transport, turn.gradient
+    def _hand_on(self, record: StepRecord) -> None:
+        """To the sink. One that fails (a full disk) is dropped: records are not worth a training."""
+        if self._sink is None:
+            return
+        try:
+            self._sink(record)
+        except Exception:
+            log.exception("the metrics sink failed at step %d: training goes on without it.", record.step)
+            self._sink = None
+
+    def _record(self, plan: Plan, stats: Stats, residual_norm: float, skipped: bool) -> StepRecord:
+        meter, gradient = self._transport, plan.gradient
         return StepRecord(
-            step=turn.step,
-            phase="sparse" if turn.is_sparse else "dense",
+            step=plan.step,
+            phase="sparse" if plan.is_sparse else "dense",
             bucket=gradient.layout[0][0] if gradient.layout else "",
             numel=gradient.numel,
-            k=turn.k,
+            k=plan.k,
             selected_local=stats.selected_local,
             selected_global=stats.selected_global,
             bytes_sent=meter.bytes_sent,
