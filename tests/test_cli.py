@@ -198,31 +198,6 @@ def test_the_doctor_ends_in_one_line(capsys: pytest.CaptureFixture[str]) -> None
     assert any("collectives on 2 processes" in line and "correct" in line for line in lines)
 
 
-@pytest.mark.parametrize("system", ["slurm", "pbs"])
-def test_a_job_script_holds_the_command_and_the_numbers(system: str, tmp_path: Path) -> None:
-    out = tmp_path / "job.sh"
-    words = [
-        "launch",
-        system,
-        "--nodes",
-        "3",
-        "--workers",
-        "2",
-        "--out",
-        str(out),
-        "--",
-        "train",
-        "speech",
-        "--lr",
-        "0.1",
-    ]
-    assert main(words) == 0
-    script = out.read_text()
-    assert script.startswith("#!/bin/bash") and "oktopk train speech --lr 0.1" in script
-    assert ("--nodes=3" if system == "slurm" else "select=3") in script
-    assert ("USR1" if system == "slurm" else "mpirun -np 6") in script
-
-
 def test_an_epoch_in_words_names_both_phases() -> None:
     entry = EpochEntry(5, 14, 2, 12, 0, 3.0, 9.0, 1.6, 0.98, 50.2, 2e7, 1.9e6, 1.93e8, {"loss": 1.0, "WER": 0.5})
     assert epoch_text(entry, "WER") == (

@@ -14,9 +14,10 @@ import psutil
 import pytest
 import torch
 
+from oktopk.cli.main import main
 from oktopk.errors import ConfigError
-from oktopk.training.launch import cores_of, launch_command, threads_per_worker
-from oktopk.training.place import find_place, first_host
+from oktopk.training.environment import RankInfo, find_rank, world_rank
+from oktopk.training.workers import cores_of, launch_command, threads_per_worker
 from trainings import TOY, final_weights, strict_rows
 from trainings import plain_kernels as plain_kernels
 
@@ -26,71 +27,93 @@ TESTS = Path(__file__).parent
 MPIRUN = shutil.which("mpirun", path=str(Path(sys.executable).parent)) or shutil.which("mpirun")
 
 
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}  # fmt: skip
+MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+SRUN = {
+    "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "2",
+    "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0",
+}  # fmt: skip
+TORCHRUN = {
+    "RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "n", "MASTER_PORT": "9",
+}  # fmt: skip
+
+
+def read(variables: dict[str, str]) -> RankInfo:
+    info = find_rank(variables)
+    assert info is not None
+    return info
+
+
+@pytest.mark.parametrize("variables", [OPEN_MPI, MPICH, SRUN], ids=["Open MPI", "MPICH", "srun"])
+def test_a_launcher_may_start_the_ranks_of_one_host(variables: dict[str, str]) -> None:
+    info = read(variables)
+    assert (info.rank, info.world_size, info.local_rank, info.local_world_size) == (1, 2, 1, 2)
+    assert info.address == "127.0.0.1"
+
+
+def test_torchrun_says_everything_itself() -> None:
+    info = read(TORCHRUN)
+    assert (info.rank, info.world_size, info.local_rank, info.local_world_size) == (3, 8, 1, 2)
+    assert (info.address, info.port) == ("n", 9)
+
+
+def test_without_a_launcher_there_is_no_rank() -> None:
+    assert find_rank({}) is None and world_rank({}) == 0
+    assert find_rank({"SLURM_PROCID": "0", "SLURM_JOB_ID": "7"}) is None  # a batch script, not srun
+
+
+def test_the_innermost_launcher_counts() -> None:
+    assert read(SRUN | OPEN_MPI | MPICH | TORCHRUN).rank == 3
+    assert read(SRUN | {"SLURM_STEP_NUM_TASKS": "1"} | OPEN_MPI).launcher == "mpirun"
+    # mpiexec of MPICH starts its helpers with srun; srun --mpi=pmi2 sets two of the variables of mpiexec.
+    assert read(SRUN | MPICH).launcher == "mpiexec"
+    assert read(SRUN | {"PMI_RANK": "1", "PMI_SIZE": "2"}).launcher == "srun"
+
+
 @pytest.mark.parametrize(
-    ("variables", "expected"),
+    "variables",
     [
-        (
-            {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "n"},
-            (3, 8, 1, 2),
-        ),
-        (
-            {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-             "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
-            (1, 2, 1, 2),
-        ),
-        ({"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}, (1, 4, 1, 4)),
-        ({"PMI_RANK": "3", "PMI_SIZE": "4"}, (3, 4, 3, 4)),
-        (
-            {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "6", "SLURM_LOCALID": "1", 
-             "SLURM_STEP_TASKS_PER_NODE": "2(x3)", "SLURM_STEP_NODELIST": "gpu[03-05]", "SLURM_JOB_ID": "77"},
-            (5, 6, 1, 2),
-        ),
+        OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
+        MPICH | {"MPI_LOCALNRANKS": "1"},
+        SRUN | {"SLURM_STEP_TASKS_PER_NODE": "1(x2)"},
+        SRUN | {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "PMI_RANK": "1", "PMI_SIZE": "2"},
+        {"PMI_RANK": "1", "PMI_SIZE": "2"},
     ],
-)  # fmt: skip
-def test_the_variables_of_each_launcher_are_understood(variables: dict[str, str], expected: tuple[int, ...]) -> None:
-    place = find_place(variables)
-    assert place is not None
-    assert (place.rank, place.world_size, place.local_rank, place.local_world_size) == expected
+    ids=["Open MPI", "MPICH", "srun", "srun with PMI", "PMI alone"],
+)
+def test_ranks_on_several_hosts_are_sent_to_torchrun_at_once(variables: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"one torchrun on each.*--nproc-per-node 1.*oktopk launch slurm"):
+        find_rank(variables)
+    assert world_rank(variables) == 1  # who says it is known all the same
+    said = read(variables | {"MASTER_ADDR": "node1", "MASTER_PORT": "29400"})
+    assert (said.rank, said.address, said.port) == (1, "node1", 29400)
 
 
-def test_without_a_launcher_there_is_no_place() -> None:
-    assert find_place({}) is None
-    assert find_place({"SLURM_PROCID": "0", "SLURM_JOB_ID": "7"}) is None  # a batch script, not srun
-
-
-def test_torchrun_inside_srun_is_torchrun() -> None:
-    slurm = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0"}
-    place = find_place(slurm | {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "a"})
-    assert place is not None and (place.rank, place.launcher) == (3, "torchrun")
-
-
-def test_ranks_of_one_job_meet_and_jobs_do_not() -> None:
-    base = {
-        "SLURM_PROCID": "0",
-        "SLURM_STEP_NUM_TASKS": "4",
-        "SLURM_LOCALID": "0",
-        "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
-    }
-    base |= {"SLURM_STEP_NODELIST": "n[1-2]"}
-    one = find_place(base | {"SLURM_JOB_ID": "1"})
-    again = find_place(base | {"SLURM_JOB_ID": "1", "SLURM_PROCID": "3"})
-    other = find_place(base | {"SLURM_JOB_ID": "2"})
-    assert one and again and other
-    assert (one.address, one.port) == (again.address, again.port) == ("n1", one.port)
-    assert one.port != other.port
-
-
-def test_several_hosts_without_a_meeting_point_are_a_clear_error() -> None:
-    with pytest.raises(ConfigError, match="MASTER_ADDR"):
-        find_place({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"})
+def test_a_rank_without_a_meeting_point_is_a_clear_error() -> None:
+    with pytest.raises(ConfigError, match="MASTER_ADDR and MASTER_PORT are not"):
+        find_rank({"RANK": "0", "WORLD_SIZE": "2"})
 
 
 @pytest.mark.parametrize(
-    ("nodes", "first"),
-    [("n1", "n1"), ("n1,n2", "n1"), ("gpu[03-05,9]", "gpu03"), ("a[7]-x,b", "a7-x"), ("login,gpu[1-2]", "login")],
-)
-def test_the_first_host_of_a_node_list(nodes: str, first: str) -> None:
-    assert first_host(nodes) == first
+    ("variables", "job"),
+    [(OPEN_MPI | {"PMIX_NAMESPACE": "a"}, {"PMIX_NAMESPACE": "b"}), (SRUN, {"SLURM_JOB_ID": "78"}),
+     (SRUN, {"SLURM_STEP_ID": "1"})],
+)  # fmt: skip
+def test_ranks_of_one_job_meet_and_jobs_do_not(variables: dict[str, str], job: dict[str, str]) -> None:
+    other_rank = {name: value.replace("1", "0") for name, value in variables.items() if "RANK" in name}
+    assert read(variables).port == read(variables | other_rank).port
+    assert read(variables).port != read(variables | job).port
+
+
+def test_jobs_without_a_name_are_told_apart_by_who_started_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getppid", lambda: 4711)
+    one = read(MPICH).port
+    assert one == read(MPICH | {"PMI_RANK": "0"}).port
+    monkeypatch.setattr(os, "getppid", lambda: 4712)
+    assert one != read(MPICH).port
 
 
 def test_cores_are_divided_fairly() -> None:
@@ -202,19 +225,26 @@ def test_the_same_command_joins_the_world_of_mpirun(tmp_path: Path) -> None:
     assert "2 workers" in ended.stdout
 
 
-def test_ranks_that_only_have_pmi_variables_form_a_world(tmp_path: Path) -> None:
-    """What mpirun of MPICH does, by hand: two processes that know rank and size, and a port."""
-    from worlds import free_port
-
-    port = str(free_port())
+def test_ranks_of_mpiexec_form_a_world(tmp_path: Path) -> None:
+    """What mpiexec of MPICH does, by hand: two children of one process that know rank and size, here and in all."""
     words = ["train", TOY, "--runs", str(tmp_path), "--name", "run", "--no-tensorboard", "--epochs", "1"]
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", "oktopk.cli", *words], cwd=TESTS, stdout=subprocess.PIPE, text=True,
-            env=os.environ | {"PMI_RANK": str(rank), "PMI_SIZE": "2", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"},
+            env=os.environ | MPICH | {"PMI_RANK": str(rank), "MPI_LOCALRANKID": str(rank), "OMP_NUM_THREADS": "1"},
         )
         for rank in range(2)
     ]  # fmt: skip
     outputs = [rank.communicate(timeout=200)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0]
     assert "2 workers" in outputs[0] and outputs[1] == ""
+
+
+def test_srun_over_two_hosts_ends_at_once_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    two_hosts = SRUN | {"SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+    for rank, said in (("0", True), ("1", False)):
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in (two_hosts | {"SLURM_PROCID": rank}).items():
+                patch.setenv(name, value)
+            assert main(["train", TOY]) == 2
+        assert ("one torchrun on each" in capsys.readouterr().err) is said

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from oktopk.cli.arguments import CONFIG_FLAG, read_config, take
-from oktopk.cli.console import bytes_text, console, duration_text, table, world_rank
+from oktopk.cli.console import bytes_text, console, duration_text, table
 from oktopk.cli.report import Report
 from oktopk.cli.train import Train, parse_train
 from oktopk.errors import ConfigError, nearest
 from oktopk.training.algorithms import find_config
 from oktopk.training.config import TrainConfig, from_mapping
+from oktopk.training.environment import world_rank
 from oktopk.training.run_directory import RunDirectory
 
 _BASELINE = "dense"

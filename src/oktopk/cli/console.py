@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-
-_RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 
 
 def console() -> Console:
@@ -62,11 +59,6 @@ def duration_text(seconds: float) -> str:
         return f"{seconds:.0f}s" if seconds >= 9.95 else f"{seconds:.1f}s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes}m{rest:02}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02}m"
-
-
-def world_rank() -> int:
-    """The rank a launcher gave this process; 0 when there is no launcher."""
-    return next((int(os.environ[name]) for name in _RANK_VARIABLES if os.environ.get(name, "").isdigit()), 0)
 
 
 def _unwrapped(made: Console) -> Console:

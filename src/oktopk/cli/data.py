@@ -9,7 +9,8 @@ from typing import Annotated
 
 import tyro
 
-from oktopk.cli.console import console, world_rank
+from oktopk.cli.console import console
+from oktopk.training.environment import world_rank
 
 COMMANDS: dict[str, str] = {
     "an4": "oktopk.cli.data:An4",

@@ -8,12 +8,12 @@ from typing import Literal
 
 import tyro
 
-from oktopk.cli.console import console, table, world_rank
+from oktopk.cli.console import console, table
 from oktopk.training.checkpoint import find_checkpoint
+from oktopk.training.environment import find_rank, world_rank
 from oktopk.training.evaluation import evaluate
-from oktopk.training.launch import launch_workers, settle_in
-from oktopk.training.place import find_place
 from oktopk.training.trainer import resumed_config
+from oktopk.training.workers import launch_workers, settle_in
 from oktopk.training.world import joined_world
 
 
@@ -32,9 +32,9 @@ class Evaluate:
     workers: int = 1  # processes to share the work
 
     def __call__(self) -> int:
-        if find_place() is None and self.workers > 1:
+        if find_rank() is None and self.workers > 1:
             return launch_workers(self.workers, ["oktopk.cli", "evaluate", *self._arguments()])
-        settle_in(find_place())
+        settle_in(find_rank())
         path = self._checkpoint()
         with joined_world() as world:
             config = resumed_config(self.run)

@@ -14,8 +14,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from oktopk.cli.arguments import parse, summary
-from oktopk.cli.console import error_console, world_rank
+from oktopk.cli.console import error_console
 from oktopk.errors import OkTopkError, nearest
+from oktopk.training.environment import world_rank
 
 # name: (module:Class of a command, or module:DICT of a group; what it is for)
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -35,7 +36,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "plan": ("oktopk.cli.plan:Plan", "Predict what each algorithm costs on a cluster you describe."),
     "advise": ("oktopk.cli.plan:Advise", "Recommend an algorithm and density for a cluster you describe."),
-    "launch": ("oktopk.cli.launch:COMMANDS", "Write a job script for SLURM or PBS."),
+    "launch": ("oktopk.cli.job_scripts:COMMANDS", "Write a job script for SLURM or PBS."),
     "doctor": ("oktopk.cli.doctor:Doctor", "Check that this machine is ready, and say what to fix."),
 }
 

@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from oktopk.cli.console import bytes_text, console, duration_text, facts, world_rank
+from oktopk.cli.console import bytes_text, console, duration_text, facts
+from oktopk.training.environment import world_rank
 from oktopk.training.journal import EpochEntry
 from oktopk.training.observer import Observer, Start, Step, Summary
 

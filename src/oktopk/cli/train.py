@@ -26,9 +26,9 @@ from oktopk.cli.progress import make_observer
 from oktopk.errors import ConfigError, nearest
 from oktopk.training.algorithms import find_config
 from oktopk.training.config import TrainConfig
-from oktopk.training.launch import launch_command, launch_workers, settle_in
-from oktopk.training.place import find_place
+from oktopk.training.environment import find_rank
 from oktopk.training.trainer import resumed_config, train
+from oktopk.training.workers import launch_command, launch_workers, settle_in
 from oktopk.training.workload import find_classes, make_workload
 from oktopk.training.world import joined_world
 from oktopk.workloads import WORKLOADS
@@ -73,12 +73,12 @@ class Train(TrainConfig):
     def __call__(self) -> int:
         if self.dry_run:
             return self._describe()
-        if find_place() is None and self.workers > 1:
+        if find_rank() is None and self.workers > 1:
             return launch_workers(self.workers, [_MODULE, "train", *to_argv(self)])
         return self._work()
 
     def _work(self) -> int:
-        settle_in(find_place())
+        settle_in(find_rank())
         with joined_world() as world:
             observer = make_observer(self.quiet)
             try:

@@ -8,8 +8,8 @@ from time import perf_counter
 import torch
 
 from oktopk.reducer import Reducer
-from oktopk.training.launch import launch_workers
-from oktopk.training.place import find_place
+from oktopk.training.environment import find_rank
+from oktopk.training.workers import launch_workers
 from oktopk.training.world import World, joined_world
 
 _ENTRIES, _DENSITY = 10_000, 0.01
@@ -18,7 +18,7 @@ _TOLERANCE = 1e-5  # float32 rounding of a few additions of numbers near 1
 
 def main() -> int:
     """Start two workers, or be one of them."""
-    if find_place() is None:
+    if find_rank() is None:
         return launch_workers(2, ["oktopk.training.self_test"])
     with joined_world() as world, Reducer("oktopk", _DENSITY) as reducer:
         begin = perf_counter()

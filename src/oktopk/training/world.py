@@ -12,16 +12,18 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, TCPStore
+from torch.distributed import DistError
 
-from oktopk.errors import OkTopkError, PeerError
+from oktopk.errors import CommunicationError, OkTopkError, PeerError
 from oktopk.front_ends.world import init_process_group
-from oktopk.training.place import Place, find_place
+from oktopk.training.environment import TORCHRUN, RankInfo, find_rank
 from oktopk.transport.base import Transport
 from oktopk.transport.torch_dist import TorchTransport
 
 T = TypeVar("T")
 _TIMEOUT = timedelta(minutes=30)  # the first use of a corpus may have to make it
+_MEETING_TIMEOUT = timedelta(minutes=2)  # ranks that were started at once, on a busy host
 
 
 class World:
@@ -115,9 +117,9 @@ def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
 @contextmanager
 def joined_world() -> Iterator[World]:
     """The world a launcher made, or a world of one."""
-    place = find_place()
-    join(place)
-    world = World(TorchTransport(), place.local_rank if place else 0)
+    info = find_rank()
+    join(info)
+    world = World(TorchTransport(), info.local_rank if info else 0)
     try:
         yield world
     finally:
@@ -125,23 +127,39 @@ def joined_world() -> Iterator[World]:
         dist.destroy_process_group()
 
 
-def join(place: Place | None) -> None:
-    """Initialise torch.distributed where the launcher put this process."""
-    if place is None:
+def join(info: RankInfo | None) -> None:
+    """Initialise torch.distributed as the launcher told this process."""
+    if info is None:
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1, timeout=_TIMEOUT)
         return
-    os.environ.update(_torchrun_variables(place))
-    init_process_group(timeout=_TIMEOUT)
+    os.environ.update(_torchrun_variables(info))
+    if info.launcher == TORCHRUN:
+        init_process_group(timeout=_TIMEOUT)
+        return
+    dist.init_process_group(
+        "gloo", store=_meet(info), rank=info.rank, world_size=info.world_size, timeout=_TIMEOUT
+    )  # fmt: skip
 
 
-def _torchrun_variables(place: Place) -> Mapping[str, str]:
+def _meet(info: RankInfo) -> TCPStore:
+    """The store of ranks that were started without torchrun: all at once, so nobody is long in coming."""
+    try:
+        return TCPStore(info.address, info.port, info.world_size, info.rank == 0, timeout=_MEETING_TIMEOUT)
+    except DistError as error:
+        raise CommunicationError(
+            f"the {info.world_size} ranks of {info.launcher} did not meet at {info.address}:{info.port} "
+            f"({str(error).splitlines()[0][:200]}). Set MASTER_ADDR and MASTER_PORT (a free port) on all of them."
+        ) from error
+
+
+def _torchrun_variables(info: RankInfo) -> Mapping[str, str]:
     return {
-        "RANK": str(place.rank),
-        "WORLD_SIZE": str(place.world_size),
-        "LOCAL_RANK": str(place.local_rank),
-        "LOCAL_WORLD_SIZE": str(place.local_world_size),
-        "MASTER_ADDR": place.address,
-        "MASTER_PORT": str(place.port),
+        "RANK": str(info.rank),
+        "WORLD_SIZE": str(info.world_size),
+        "LOCAL_RANK": str(info.local_rank),
+        "LOCAL_WORLD_SIZE": str(info.local_world_size),
+        "MASTER_ADDR": info.address,
+        "MASTER_PORT": str(info.port),
     }
 
 

@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from oktopk.errors import PeerError
-from oktopk.training.place import Place
+from oktopk.training.environment import RankInfo
 
 _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 _SHUTDOWN_SECONDS = 120  # time for a last checkpoint
@@ -57,13 +57,13 @@ def threads_per_worker(workers: int, cores: int | None = None) -> int:
     return max(1, (cores or len(os.sched_getaffinity(0))) // workers)
 
 
-def settle_in(place: Place | None) -> None:
+def settle_in(info: RankInfo | None) -> None:
     """Threads and cores of this worker, and an end with its launcher's end."""
-    if place is None:
+    if info is None:
         return
     cores = sorted(os.sched_getaffinity(0))
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or threads_per_worker(place.local_world_size)))
-    mine = cores_of(place.local_rank, place.local_world_size, cores)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or threads_per_worker(info.local_world_size)))
+    mine = cores_of(info.local_rank, info.local_world_size, cores)
     if mine:
         os.sched_setaffinity(0, mine)
     if os.environ.get(_PARENT_VARIABLE) == str(os.getppid()):
