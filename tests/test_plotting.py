@@ -34,7 +34,7 @@ def test_equal_factors_are_equal_distances_on_logarithmic_axes() -> None:
 def test_dots_are_not_joined_and_points_are() -> None:
     def paths(style: str) -> int:
         series = Series("one", [1.0, 2.0], [1.0, 2.0], "c0", style)  # type: ignore[arg-type]
-        return len([p for p in parsed(draw_lines(Chart(Axis("x"), Axis("y"), [series]))).findall("path")])
+        return len(parsed(draw_lines(Chart(Axis("x"), Axis("y"), [series]))).findall("path"))
 
     assert paths("points") == paths("dots") + 1
 
@@ -64,7 +64,7 @@ def test_nothing_is_drawn_outside_the_frame() -> None:
     bars = [Bar("a long label of a contender", [("x", 9.0, "c0")], "9.00 s", (8.0, 12.0)), Bar("b", [("x", 1.0, "c0")])]
     for drawing in (draw_bars(bars, Axis("s")), draw_labelled_bars(bars, Axis("s"))):
         for rect in parsed(drawing).findall("rect"):
-            assert 0 <= float(rect.attrib["x"])
+            assert float(rect.attrib["x"]) >= 0
             assert float(rect.attrib["x"]) + float(rect.attrib["width"]) <= drawing.width
 
 
