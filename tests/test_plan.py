@@ -31,7 +31,7 @@ MACHINE = Machine(
     per_entry=dict.fromkeys(ALGORITHMS, 1e-9),
     fused_per_entry=8e-10,
     per_pair=dict.fromkeys(WIRES, 2e-8),
-    bytes_per_pair={"float32": 5.0, "float16": 3.0, "bfloat16": 3.0, "int8": 2.0},
+    bytes_per_pair={"float32": 5.0, "float16": 3.0, "bfloat16": 3.0, "int8": 2.0, "int4": 1.5, "codebook2": 1.3},
     density=0.01,
     round_seconds=2e-5,
     message_seconds=1e-5,
@@ -51,6 +51,7 @@ def test_every_algorithm_and_wire_is_predicted_fastest_first() -> None:
 
 def test_a_slow_link_calls_for_sparse_and_a_fast_one_for_dense() -> None:
     assert recommend(SLOW, MACHINE).startswith("use oktopk int8 at density 0.01: ")
+    assert predict_all(SLOW, MACHINE)[0].name == "oktopk codebook2"  # faster, but nobody is advised to round that much
     assert "above" in recommend(SLOW, MACHINE) and recommend(SLOW, MACHINE).endswith("use dense.")
     fast = replace(SLOW, network=Network(4e12, 1e-6))
     assert recommend(fast, MACHINE).startswith("use dense: ")

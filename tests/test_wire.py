@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import math
 import struct
@@ -19,13 +18,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from oktopk import wire as wire_package
+from oktopk.bench.wire import samples
+from oktopk.config import WIRES
 from oktopk.errors import ConfigError, WireError
 from oktopk.types import SparseVector
-from oktopk.wire import HEADER_BYTES, Header, Wire, compiled, plain
+from oktopk.wire import HEADER_BYTES, Header, Wire, compiled_indices, narrow, plain
 from oktopk.wire import indices as index_codecs
 from oktopk.wire.backend import compiled_codecs
 
-WIRES = ["float32", "float16", "bfloat16", "int8"]
 # Half a unit in the last place of each format, relative to the value (int8: to the largest of its block).
 PRECISION = {"float32": 0.0, "float16": 2**-11, "bfloat16": 2**-8, "int8": 0.5 / 127 * 1.001}
 
@@ -114,7 +114,7 @@ def test_indices_that_do_not_ascend_within_the_vector_are_not_packed(indices: li
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", WIRES)
+@pytest.mark.parametrize("name", PRECISION)
 @pytest.mark.parametrize("magnitude", [1.0, 1e-30, 1e30, 1e-44])
 def test_values_keep_their_precision_at_any_scale(name: str, dtype: torch.dtype, magnitude: float) -> None:
     sparse = vector(torch.arange(1000), 1000, dtype=dtype)
@@ -139,6 +139,74 @@ def test_the_largest_and_smallest_numbers_stay_finite(name: str, dtype: torch.dt
     assert torch.equal(back, packed.values)
     if name == "float32":
         assert torch.equal(back, values.to(back.dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("magnitude", [1.0, 1e-30, 1e30, 1e-44])
+def test_int4_is_off_by_no_more_than_half_a_gap_at_any_scale(dtype: torch.dtype, magnitude: float) -> None:
+    values = (vector(torch.arange(1000), 1000).values.double() * magnitude).to(dtype)
+    seen = Wire("int4").pack(SparseVector(torch.arange(1000, dtype=torch.int32), values, 1000)).values
+    for own, back in zip(values.double().split(128), seen.double().split(128), strict=True):
+        low, high = own.abs().min(), own.abs().max()
+        # The widest gap is the one below the largest; both ends are rounded to 8 bits, or to bfloat16's smallest step.
+        allowed = (high - low) * (1 - (6 / 7) ** 1.5) / 2 + high * 2**-8 + 2.0**-133
+        assert ((back - own).abs() <= allowed).all()
+        assert (torch.sign(back) * torch.sign(own) >= 0).all()
+
+
+def uniform4(values: Tensor) -> Tensor:
+    """As int8 does, with 4 bits."""
+    scale = values.abs().amax(1, keepdim=True) / 7
+    return (values / scale).round() * scale
+
+
+def sparse_loco(values: Tensor) -> Tensor:
+    """Four bins of 1.5 standard deviations around the mean; a value becomes the mean of its bin (SparseLoCo)."""
+    rest = values - values.mean(1, keepdim=True)
+    bins = (rest / (1.5 * rest.std(1, correction=0, keepdim=True))).floor().clamp(-2, 1)
+    means = [
+        (values * (bins == i)).sum(1, keepdim=True) / (bins == i).sum(1, keepdim=True).clamp(min=1)
+        for i in range(-2, 2)
+    ]
+    return sum((bins == i) * mean for i, mean in zip(range(-2, 2), means, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "int4", "codebook2"),  # errors allowed: those of docs/wire-format.md and a tenth more
+    [("normal", 0.013, 0.13), ("top of normal", 0.00036, 0.0036), ("top of Student t(3)", 0.0083, 0.075)],
+)
+def test_narrow_values_err_less_than_the_usual_quantisers(kind: str, int4: float, codebook2: float) -> None:
+    values = samples()[kind]
+    for name, limit, usual in (("int4", int4, uniform4), ("codebook2", codebook2, sparse_loco)):
+        sparse = SparseVector(torch.arange(values.numel(), dtype=torch.int32), values, values.numel())
+        error = (Wire(name).pack(sparse).values - values).square().sum() / values.square().sum()
+        blocks = values.view(1, -1) if name == "codebook2" else values.view(-1, 128)
+        rival = (usual(blocks) - blocks).square().sum() / values.square().sum()
+        assert error < limit and error < 0.9 * rival, f"{name}: {error}, {rival}"
+
+
+@pytest.mark.parametrize("name", ["int4", "codebook2"])
+@pytest.mark.parametrize(
+    "values",
+    [[0.0] * 300, [-0.5] * 300, [0.0] * 130 + [3.0] + [0.0] * 5, [7.0], [0.0, -1.5], [1.0, 2.0] * 200],
+    ids=["zeros", "equal", "one", "single", "pair", "two levels"],
+)
+def test_what_has_two_levels_comes_back_exactly(name: str, values: list[float]) -> None:
+    exact = torch.tensor(values)
+    assert torch.equal(Wire(name).pack(SparseVector(torch.arange(exact.numel()), exact, 500)).values, exact)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    values=st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=300),
+    name=st.sampled_from(["int4", "codebook2"]),
+)
+def test_no_block_owes_more_after_sending_than_before(values: list[float], name: str) -> None:
+    """Otherwise error feedback could grow without end."""
+    exact = torch.tensor(values, dtype=torch.float64)
+    seen = Wire(name).pack(SparseVector(torch.arange(exact.numel()), exact, 500)).values
+    for own, back in zip(exact.split(narrow.BLOCK), seen.split(narrow.BLOCK), strict=True):
+        assert (own - back).norm() <= own.norm() * (1 + 2**-8) + 1e-39
 
 
 def test_bfloat16_rounds_to_nearest_even() -> None:
@@ -170,17 +238,17 @@ def test_unknown_formats_are_refused_with_a_hint() -> None:
 def test_compiled_and_plain_write_the_same_bytes(chosen: set[int], remainder: int) -> None:
     indices = np.array(sorted(chosen | {5}), np.int64)
     sums = plain.quotient_sums(indices, remainder)
-    assert list(compiled.quotient_sums(indices, remainder)) == list(sums)
+    assert list(compiled_indices.quotient_sums(indices, remainder)) == list(sums)
     gaps = indices.size - 1
     if sums[0] + gaps > 2**20:
         return  # unary quotients of hopelessly small remainders fill memory
     size = index_codecs.rice_bytes(gaps, remainder) + -(-(sums[0] + gaps) // 8)
     ours, theirs = np.full(size, 255, np.uint8), np.full(size, 255, np.uint8)
-    compiled.rice_encode(indices, remainder, ours)
+    compiled_indices.rice_encode(indices, remainder, ours)
     plain.rice_encode(indices, remainder, theirs)
     assert np.array_equal(ours, theirs)
     numel = int(indices[-1]) + 1
-    for backend in (compiled, plain):
+    for backend in (compiled_indices, plain):
         back = np.empty_like(indices)
         assert backend.rice_decode(ours, remainder, int(indices[0]), numel, back)
         assert np.array_equal(back, indices)
@@ -191,12 +259,11 @@ def test_compiled_and_plain_write_the_same_bytes(chosen: set[int], remainder: in
 @contextmanager
 def without_numba() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "oktopk.wire.compiled", None)
-        patch.delattr(wire_package, "compiled")
+        for name in ("compiled_indices", "compiled_values"):
+            patch.setitem(sys.modules, f"oktopk.wire.{name}", None)
         compiled_codecs.cache_clear()
         yield
     compiled_codecs.cache_clear()
-    importlib.import_module("oktopk.wire.compiled")
 
 
 @pytest.mark.parametrize("name", WIRES)
@@ -211,7 +278,7 @@ def test_plain_takes_over_without_numba(name: str) -> None:
 @settings(max_examples=200, deadline=None)
 @given(
     values=st.lists(st.floats(width=32, allow_nan=False), max_size=600),
-    name=st.sampled_from(["bfloat16", "int8"]),
+    name=st.sampled_from(["bfloat16", "int8", "int4", "codebook2"]),
     scale=st.sampled_from([1.0, 2.0**-149, 2.0**-126, 1e-30, 3.0]),
 )
 def test_compiled_values_have_the_bits_of_torch(values: list[float], name: str, scale: float) -> None:
@@ -269,7 +336,7 @@ def sane_or_refused(message: bytes) -> bool:
         back = Wire().unpack(tensor(message))
     except WireError:
         return False
-    assert back.indices.numel() == back.values.numel() <= len(message)
+    assert back.indices.numel() == back.values.numel() <= 4 * len(message)  # a run of values of 2 bits
     assert (back.indices[1:] > back.indices[:-1]).all()
     assert back.nnz == 0 or 0 <= int(back.indices[0]) <= int(back.indices[-1]) < back.numel
     return True
@@ -337,7 +404,7 @@ def test_junk_is_refused_or_sane(junk: bytes, sealed: bool) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(
-    index_codec=st.integers(0, 7), value_codec=st.sampled_from([0, 1, 2, 3, 4, 5, 128, 130, 132]),
+    index_codec=st.integers(0, 7), value_codec=st.sampled_from([*range(8), 128, 130, 132, 133, 134, 135]),
     remainder=st.integers(0, 60),
     numel=st.integers(0, 400), nnz=st.integers(0, 40), first=st.integers(0, 400), body=st.binary(max_size=120),
 )  # fmt: skip
@@ -401,6 +468,21 @@ def test_decoding_follows_the_written_format() -> None:
     words = struct.unpack_from(f"<{nnz}H", message, 44 + index_bytes)
     values = [struct.unpack("<f", struct.pack("<I", word << 16))[0] for word in words]
     assert values == Wire().unpack(tensor(message)).values.tolist()
+
+
+@pytest.mark.parametrize(("name", "bits"), [("int4", 4), ("codebook2", 2)])
+def test_narrow_values_follow_the_written_format(name: str, bits: int) -> None:
+    sparse = vector(torch.arange(5, 5 + 301), 1000)
+    message = bytes(Wire(name).pack(sparse).message.numpy())
+    assert message[4] == {4: 5, 2: 6}[bits] and len(message) == 44 + 4 * 3 + math.ceil(301 * bits / 8)
+    codes, top = int.from_bytes(message[44 + 4 * 3 :], "little"), 2 ** (bits - 1) - 1
+    for i, seen in enumerate(Wire().unpack(tensor(message)).values.tolist()):
+        low, high = (
+            struct.unpack("<f", b"\0\0" + message[at : at + 2])[0] for at in (44 + 4 * (i // 128), 46 + 4 * (i // 128))
+        )
+        code = codes >> (bits * i) & (2**bits - 1)
+        magnitude = low + (high - low) * ((code & top) / top) ** 1.5
+        assert seen == pytest.approx(-magnitude if code > top else magnitude, rel=1e-6)
 
 
 @pytest.mark.parametrize("values", WIRES)

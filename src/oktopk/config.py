@@ -9,7 +9,7 @@ from typing import Any, Literal
 from oktopk.errors import ConfigError, nearest
 
 Density = float | Mapping[int, float]  # a constant, or {step: density from that step on}
-WIRES = ("float32", "float16", "bfloat16", "int8")
+WIRES = ("float32", "float16", "bfloat16", "int8", "int4", "codebook2")  # the finest first
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class ReducerConfig:
 
     density: Density = 0.01  # fraction of the gradient each rank sends; smaller = less traffic, later updates
     warmup_steps: int = 0  # dense steps before sparse ones (paper: 128 LSTM, 512 VGG, 0 BERT)
-    wire: str = "float32"  # how values travel: float32, float16, bfloat16, int8; rounding stays in the residual
+    wire: str = "float32"  # how values travel: one of WIRES, narrower = less traffic; rounding stays in the residual
     min_numel: int = 1024  # tensors smaller than this go dense: latency, not volume, is their cost
     on_nonfinite: Literal["raise", "skip"] = "raise"  # skip: return a non-finite gradient, leave residuals alone
     momentum_correction: float = 0.0  # momentum applied before sending; then the optimizer's must be 0 (DGC: 0.9)

@@ -28,7 +28,7 @@ from oktopk.reduction.autotune import AUTO, AutoConfig, trials
 BASELINES = ("floor", "ddp dense", "ddp fp16", "powersgd 1", "powersgd 4")
 OURS = (
     *(f"{algorithm} float32" for algorithm in ALGORITHMS),
-    *(f"oktopk {wire}" for wire in WIRES[1:]),
+    *(f"oktopk {wire}" for wire in ("float16", "bfloat16", "int8", "int4")),
     "oktopk bfloat16 fused",
     "oktopk int8 fused",
     AUTO,

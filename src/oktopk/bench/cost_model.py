@@ -17,7 +17,10 @@ from oktopk.types import index_dtype
 from oktopk.wire import HEADER_BYTES
 
 WORD = 4  # bytes
-VALUE_BYTES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0, "int8": 1.0 + 4 / 256}
+VALUE_BYTES = {
+    "float32": 4.0, "float16": 2.0, "bfloat16": 2.0,
+    "int8": 1.0 + 4 / 256, "int4": 0.5 + 4 / 128, "codebook2": 0.25 + 4 / 128,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

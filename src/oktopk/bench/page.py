@@ -10,7 +10,7 @@ from typing import Any
 from oktopk.bench import plots
 from oktopk.bench.allreduce import AllreduceResult
 from oktopk.bench.overlap import OverlapResult
-from oktopk.bench.planner import LINKS, predict_all, recommend, speedup
+from oktopk.bench.planner import LINKS, best_sparse, recommend, speedup
 from oktopk.bench.runs import Header, read_run
 from oktopk.bench.step import StepResult
 from oktopk.bench.targets import FIXED, Target, targets
@@ -199,7 +199,7 @@ def _scale_section(docs: Path, run: StepRun) -> list[str]:
     rows = []
     for link, network in LINKS.items():
         there = [replace(alone, network=network, ranks=ranks) for ranks in CLUSTERS]
-        best = [next(p for p in predict_all(s, machine) if p.algorithm != "dense") for s in there]
+        best = [best_sparse(s, machine) for s in there]
         gains = [speedup(scenario, machine, choice) for scenario, choice in zip(there, best, strict=True)]
         curves[link] = list(zip(map(float, CLUSTERS), gains, strict=True))
         rows.append({"link": link} | {f"P={p}": f"{gain:.1f}x" for p, gain in zip(CLUSTERS, gains, strict=True)})

@@ -14,11 +14,12 @@ from oktopk.algorithms import ALGORITHMS
 from oktopk.bench.cost_model import predict
 from oktopk.bench.machine import Machine
 from oktopk.bench.network import Network, rate_label
-from oktopk.config import WIRES, OkTopkConfig, require_density
+from oktopk.config import OkTopkConfig, require_density
 from oktopk.errors import ConfigError
 
 FRAMING = 0.957  # payload of a full Ethernet frame over its time on the wire, as iperf measures it
 BUCKET_BYTES = 25 << 20  # DDP's own
+ADVISED = ("float32", "float16", "bfloat16", "int8")  # narrower values: for who has tried what they do to the training
 SLOWEST, FASTEST = 1e5, 1e13  # bits per second between which a break-even is looked for
 
 
@@ -97,9 +98,15 @@ def predict_step(scenario: Scenario, machine: Machine, algorithm: str, wire: str
 
 
 def predict_all(scenario: Scenario, machine: Machine) -> list[Prediction]:
-    """Every algorithm with every wire format that it has, the fastest first."""
-    pairs = [("dense", "float32")] + [(name, wire) for name in ALGORITHMS if name != "dense" for wire in WIRES]
+    """Every algorithm with every wire format whose costs were measured, the fastest first."""
+    sparse = [name for name in ALGORITHMS if name != "dense" and name in machine.per_entry]
+    pairs = [("dense", "float32")] + [(name, wire) for name in sparse for wire in machine.per_pair]
     return sorted((predict_step(scenario, machine, *pair) for pair in pairs), key=lambda p: p.step_seconds)
+
+
+def best_sparse(scenario: Scenario, machine: Machine) -> Prediction:
+    """The fastest way to send the largest entries without rounding them much: others cost more than time."""
+    return next(p for p in predict_all(scenario, machine) if p.algorithm != "dense" and p.wire in ADVISED)
 
 
 def expected_bytes(scenario: Scenario, machine: Machine, algorithm: str, wire: str) -> float:
@@ -142,9 +149,8 @@ def break_even(scenario: Scenario, machine: Machine, algorithm: str, wire: str) 
 
 def recommend(scenario: Scenario, machine: Machine) -> str:
     """The advice, in one sentence."""
-    ranked = predict_all(scenario, machine)
-    dense = next(p for p in ranked if p.algorithm == "dense")
-    sparse = next(p for p in ranked if p.algorithm != "dense")
+    dense = predict_step(scenario, machine, "dense", "float32")
+    sparse = best_sparse(scenario, machine)
     gain = dense.step_seconds / sparse.step_seconds
     border = break_even(scenario, machine, sparse.algorithm, sparse.wire)
     if gain <= 1.0:

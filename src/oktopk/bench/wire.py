@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from oktopk.bench.figures import Figure, machine, race, threads
 from oktopk.config import WIRES
@@ -44,6 +45,15 @@ class IndexRow:
 
 
 @dataclass(frozen=True)
+class ErrorRow:
+    """What rounding takes from values of one kind: its square over theirs, in blocks as they come."""
+
+    wire: str
+    values: str
+    error: float
+
+
+@dataclass(frozen=True)
 class WireResult:
     """Everything `oktopk bench wire` shows."""
 
@@ -51,6 +61,7 @@ class WireResult:
     figures: list[Figure]
     rows: list[WireRow]
     indices: list[IndexRow]
+    errors: list[ErrorRow]
 
     @property
     def ok(self) -> bool:
@@ -62,6 +73,7 @@ class WireResult:
             "figures": {figure.key: figure.to_json() for figure in self.figures},
             "wires": [asdict(row) for row in self.rows],
             "indices": [asdict(row) for row in self.indices],
+            "errors": [asdict(row) for row in self.errors],
             "machine": machine(),
         }
 
@@ -75,7 +87,8 @@ def measure_wire(numel: int = NUMEL, repeats: int = 10) -> WireResult:
         figures = [*_size_figures(rows, indices), *_time_figures(vectors[DENSITY], numel, repeats)]
     if numel != NUMEL:  # the targets are about the full size
         figures = [figure.without_targets() for figure in figures]
-    return WireResult(numel, figures, rows, indices)
+    errors = [_error_row(wire, kind, values) for kind, values in samples().items() for wire in WIRES]
+    return WireResult(numel, figures, rows, indices, errors)
 
 
 def uniform(numel: int, density: float) -> SparseVector:
@@ -85,6 +98,25 @@ def uniform(numel: int, density: float) -> SparseVector:
     drawn = torch.randint(numel, (int(1.2 * k) + 16,), generator=generator).unique()
     chosen = drawn[torch.randperm(drawn.numel(), generator=generator)[:k]].sort().values
     return SparseVector(chosen.to(torch.int32), torch.randn(chosen.numel(), generator=generator), numel)
+
+
+def samples(count: int = 1 << 14, density: float = DENSITY) -> dict[str, Tensor]:
+    """Values as they travel: all that there are, or the largest of light-tailed and of heavy-tailed ones."""
+    generator = torch.Generator().manual_seed(count)
+    normal, *others = torch.randn(4, round(count / density), generator=generator)
+    student = normal / torch.stack(others).square().mean(0).sqrt()
+    return {"normal": normal[:count], "top of normal": _top(normal, count), "top of Student t(3)": _top(student, count)}
+
+
+def _top(values: Tensor, count: int) -> Tensor:
+    """In their order."""
+    return values[values.abs().topk(count).indices.sort().values]
+
+
+def _error_row(name: str, kind: str, values: Tensor) -> ErrorRow:
+    indices = torch.arange(values.numel(), dtype=torch.int32)
+    seen = Wire(name).pack(SparseVector(indices, values, values.numel())).values
+    return ErrorRow(name, kind, float((seen - values).double().square().sum() / values.double().square().sum()))
 
 
 def entropy(density: float) -> float:
@@ -114,6 +146,8 @@ def _size_figures(rows: list[WireRow], indices: list[IndexRow]) -> list[Figure]:
     return [
         Figure("bits_per_pair_bfloat16", f"bits per pair at {DENSITY}, bfloat16", pairs["bfloat16"], 25.5, 24.5),
         Figure("bits_per_pair_int8", f"bits per pair at {DENSITY}, int8", pairs["int8"], 17.5, 16.5),
+        Figure("bits_per_pair_int4", f"bits per pair at {DENSITY}, int4", pairs["int4"], 13.0, 12.5),
+        Figure("bits_per_pair_codebook2", f"bits per pair at {DENSITY}, codebook2", pairs["codebook2"], 11.0, 10.5),
         *(
             Figure(f"bits_per_index_{d}", f"bits per index at {d}", bits[d], 1.05 * entropy(d), 1.02 * entropy(d))
             for d in DENSITIES

@@ -35,6 +35,7 @@ class BenchWire:
         out.print(figure_table(f"wire, {self.numel:,} entries, one thread", result.figures))
         out.print(table("value formats", [_wire(row) for row in result.rows]))
         out.print(table("index codecs", [_index(row) for row in result.indices]))
+        out.print(table("lost to rounding, of the sum of squares (it stays owed)", _errors(result.errors)))
         write_json(self.json, result.to_json())
         return 0 if result.ok else 1
 
@@ -44,6 +45,15 @@ def _wire(row: Any) -> dict[str, Any]:
         "wire": row.wire, "density": row.density, "pairs": f"{row.nnz:,}", "bits per pair": row.bits_per_pair,
         "pack, ms": 1e3 * row.pack_seconds, "unpack, ms": 1e3 * row.unpack_seconds,
     }  # fmt: skip
+
+
+def _errors(rows: list[Any]) -> list[dict[str, Any]]:
+    kinds = list(dict.fromkeys(row.values for row in rows))
+    by = {(row.wire, row.values): row.error for row in rows}
+    return [
+        {"wire": wire, **{kind: f"{by[wire, kind]:.2%}" for kind in kinds}}
+        for wire in dict.fromkeys(row.wire for row in rows)
+    ]
 
 
 def _index(row: Any) -> dict[str, Any]:

@@ -136,15 +136,14 @@ def _row(prediction: Prediction, dense: Prediction, scenario: Scenario) -> dict[
 
 
 def _print_scales(scenario: Scenario, machine: Machine) -> None:
-    from oktopk.bench.planner import LINKS, predict_all, speedup
+    from oktopk.bench.planner import LINKS, best_sparse, speedup
 
     rows = []
     for name, network in LINKS.items():
         row: dict[str, Any] = {"link": name}
         for ranks in SCALES:
             there = _at(scenario, network=network, ranks=ranks * scenario.ranks_per_host)
-            best = next(p for p in predict_all(there, machine) if p.algorithm != "dense")
-            row[f"{there.ranks} ranks"] = f"{speedup(there, machine, best):.1f}x"
+            row[f"{there.ranks} ranks"] = f"{speedup(there, machine, best_sparse(there, machine)):.1f}x"
         rows.append(row)
     console().print(table("predicted speed-up of the best sparse choice over dense", rows))
 

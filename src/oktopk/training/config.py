@@ -30,7 +30,9 @@ class TrainConfig:
     density: float | None = None  # fraction of the gradient each worker sends; smaller = less traffic, later updates
     density_schedule: Mapping[int, float] = field(default_factory=dict)  # {step: density from that step on}; from 0
     warmup_steps: int | None = None  # dense steps before sparse ones
-    wire: str = "float32"  # how values travel: float32, float16, bfloat16, int8; narrower = less traffic
+    wire: str = (
+        "float32"  # how values travel: float32, float16, bfloat16, int8, int4, codebook2; narrower = less traffic
+    )
     min_numel: int = 1024  # parameters smaller than this go dense
     bucket_mb: float = 256.0  # gradient reduced at once; larger = fewer messages, less overlap
     on_nonfinite: Literal["raise", "skip"] = "raise"  # a NaN gradient: stop, or leave that step out

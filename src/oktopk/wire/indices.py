@@ -89,7 +89,7 @@ def decode(data: np.ndarray, header: Header) -> np.ndarray:
 
 def backend() -> ModuleType:
     """The module that codes gaps."""
-    return compiled_codecs() or plain
+    return compiled_codecs("indices") or plain
 
 
 def _measure(indices: np.ndarray, span: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""How values become bytes: five codecs, in plain torch, so that they run on any device; two of them compiled too.
+"""How values become bytes: seven codecs, in plain torch, so that they run on any device; four of them compiled too.
 
 `encode` also returns the values as `decode` will make them: what rounding takes away stays with the sender.
 """
@@ -14,14 +14,19 @@ import torch
 from torch import Tensor
 
 from oktopk.errors import WireError
+from oktopk.wire import narrow
 from oktopk.wire.backend import compiled_codecs
 
-FLOAT32, FLOAT64, FLOAT16, BFLOAT16, INT8 = range(5)
-NAMES = {"float32": FLOAT32, "float16": FLOAT16, "bfloat16": BFLOAT16, "int8": INT8}
+FLOAT32, FLOAT64, FLOAT16, BFLOAT16, INT8, INT4, CODEBOOK2 = range(7)
+NAMES = {
+    "float32": FLOAT32, "float16": FLOAT16, "bfloat16": BFLOAT16, "int8": INT8, "int4": INT4, "codebook2": CODEBOOK2,
+}  # fmt: skip
 WIDE = 0x80  # added to the codec of rounded float64 values: they come back as float64
 BLOCK = 256  # values of int8 that share a scale
 
 _BYTES = {FLOAT32: 4, FLOAT64: 8, FLOAT16: 2, BFLOAT16: 2, INT8: 1}
+_BITS = {INT4: 4, CODEBOOK2: 2}  # codecs of `narrow`
+_COMPILED = (BFLOAT16, INT8, INT4, CODEBOOK2)
 _EXPONENTS = {False: 163, True: 1088}  # largest size of a float16 scale's exponent: subnormal values have it
 _INT8_LIMIT = torch.finfo(torch.float32).max / 128  # of a scale, so that no product with a code overflows
 _BFLOAT16_BITS = np.uint32(0x7F7F0000)  # the largest bfloat16, as float32
@@ -54,7 +59,7 @@ def encode(values: Tensor, codec: int, rounding: Rounding) -> Encoded:
     if codec == FLOAT32 and exact.dtype == torch.float64:
         codec = FLOAT64
     loops = _loops(exact, codec)
-    if loops is not None and not rounding.stochastic:
+    if loops is not None and not (codec == INT8 and rounding.stochastic):
         return _encode_compiled(exact, codec, loops)
     wide = WIDE if exact.dtype == torch.float64 and codec != FLOAT64 else 0
     parameter, data = _to_bytes(exact, codec, rounding)
@@ -70,6 +75,8 @@ def decode(data: Tensor, codec: int, parameter: int, nnz: int) -> Tensor:
     loops = _loops(values, kind)
     if loops is not None:
         return _decode_compiled(data, kind, values, loops)
+    if kind in _BITS:
+        return narrow.decode(data, _BITS[kind], nnz, dtype)
     if kind == INT8:
         return _from_int8(data, nnz, dtype)
     if kind == FLOAT16:
@@ -80,13 +87,15 @@ def decode(data: Tensor, codec: int, parameter: int, nnz: int) -> Tensor:
 def _loops(values: Tensor, codec: int) -> ModuleType | None:
     """The module with compiled loops for this codec, which give the same bits; None if there are none here."""
     on_cpu = values.dtype == torch.float32 and values.device.type == "cpu"
-    return compiled_codecs() if on_cpu and codec in (BFLOAT16, INT8) else None
+    return compiled_codecs("values") if on_cpu and codec in _COMPILED else None
 
 
 def _encode_compiled(values: Tensor, codec: int, loops: ModuleType) -> Encoded:
     exact = values.contiguous().numpy()
     data, seen = np.empty(nbytes(codec, exact.size), np.uint8), np.empty_like(exact)
-    if codec == BFLOAT16:
+    if codec in _BITS:
+        narrow.encode_compiled(exact, _BITS[codec], loops, data, seen)
+    elif codec == BFLOAT16:
         loops.encode_bfloat16(exact, _BFLOAT16_BITS, data.view(np.uint16), seen)
     else:
         head = nbytes(codec, exact.size) - exact.size
@@ -96,7 +105,9 @@ def _encode_compiled(values: Tensor, codec: int, loops: ModuleType) -> Encoded:
 
 
 def _decode_compiled(data: Tensor, codec: int, values: Tensor, loops: ModuleType) -> Tensor:
-    if codec == BFLOAT16:
+    if codec in _BITS:
+        narrow.decode_compiled(data.numpy(), _BITS[codec], loops, values.numpy())
+    elif codec == BFLOAT16:
         loops.decode_bfloat16(data.numpy(), values.numpy())
     else:
         loops.decode_int8(data.numpy(), BLOCK, values.numpy())
@@ -106,8 +117,9 @@ def _decode_compiled(data: Tensor, codec: int, values: Tensor, loops: ModuleType
 def check(codec: int, parameter: int) -> None:
     """Refuse what no sender writes."""
     kind, wide = codec & ~WIDE, codec & WIDE
-    if kind not in _BYTES or (wide and kind in (FLOAT32, FLOAT64)):
-        raise WireError(f"unknown value codec {codec}: expected one of {sorted(_BYTES)}, or a rounding one + {WIDE}.")
+    known = {*_BYTES, *_BITS}
+    if kind not in known or (wide and kind in (FLOAT32, FLOAT64)):
+        raise WireError(f"unknown value codec {codec}: expected one of {sorted(known)}, or a rounding one + {WIDE}.")
     if abs(parameter) > (_EXPONENTS[bool(wide)] if kind == FLOAT16 else 0):
         raise WireError(f"value parameter {parameter} is out of range for value codec {codec}.")
 
@@ -115,10 +127,14 @@ def check(codec: int, parameter: int) -> None:
 def nbytes(codec: int, nnz: int) -> int:
     """Bytes that nnz values take."""
     kind = codec & ~WIDE
+    if kind in _BITS:
+        return narrow.nbytes(_BITS[kind], nnz)
     return _BYTES[kind] * nnz + (4 * -(-nnz // BLOCK) if kind == INT8 else 0)
 
 
 def _to_bytes(values: Tensor, codec: int, rounding: Rounding) -> tuple[int, Tensor]:
+    if codec in _BITS:
+        return 0, narrow.encode(values, _BITS[codec])
     if codec == INT8:
         return 0, _to_int8(values, rounding)
     if codec == FLOAT16:

@@ -1,0 +1,230 @@
+"""Values, compiled by numba. `values` and `narrow` say the same in torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from oktopk.kernels.compiling import jit
+
+_WHOLE = np.float32(1.5 * 2**23)  # float32 of this size have no fraction
+
+
+@jit
+def encode_bfloat16(values: Any, limit: Any, out: Any, seen: Any) -> Any:
+    """float32 values, none above `limit`, to nearest and even: to `out` (uint16), and as they come back to `seen`."""
+    bits, back = values.view(np.uint32), seen.view(np.uint32)
+    for i in range(values.size):
+        own = bits[i] & np.uint32(0x7FFFFFFF)
+        own = min(own, limit) if own <= np.uint32(0x7F800000) else np.uint32(0x7FC00000)  # which is NaN
+        own |= bits[i] & np.uint32(0x80000000)
+        half = (own + np.uint32(0x7FFF) + ((own >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+        out[i] = half
+        back[i] = half << np.uint32(16)
+
+
+@jit
+def decode_bfloat16(data: Any, values: Any) -> Any:
+    """Bytes, which need not be aligned, to float32."""
+    bits = values.view(np.uint32)
+    for i in range(values.size):
+        bits[i] = (np.uint32(data[2 * i]) << np.uint32(16)) | (np.uint32(data[2 * i + 1]) << np.uint32(24))
+
+
+@jit
+def encode_int8(values: Any, block: int, limit: Any, scales: Any, codes: Any, seen: Any) -> Any:
+    """float32 values by blocks that share a scale of at most `limit`; and as they come back to `seen`."""
+    for i in range(scales.size):
+        own = values[i * block : (i + 1) * block]
+        scale = min(_largest(own) / np.float32(127), limit)
+        scales[i] = scale
+        _round_block(own, scale, codes[i * block : (i + 1) * block], seen[i * block : (i + 1) * block])
+
+
+@jit
+def _round_block(values: Any, scale: Any, codes: Any, seen: Any) -> Any:
+    divisor, most = scale if scale > 0 else np.float32(1), np.float32(127)
+    for i in range(values.size):
+        exact = min(max(values[i] / divisor, -most), most)
+        code = (exact + _WHOLE) - _WHOLE  # to nearest and even, as every sum is
+        codes[i] = np.int8(code)
+        seen[i] = code * scale
+
+
+@jit
+def _largest(values: Any) -> Any:
+    bits, largest = values.view(np.uint32), np.uint32(0)
+    for i in range(bits.size):
+        largest = max(largest, bits[i] & np.uint32(0x7FFFFFFF))
+    return _as_float(largest)
+
+
+@intrinsic
+def _as_float(typing: Any, bits: Any) -> Any:
+    """The float32 of a pattern."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.FloatType())
+
+    return types.float32(types.uint32), generate
+
+
+@jit
+def decode_int8(data: Any, block: int, values: Any) -> Any:
+    """Bytes, which need not be aligned, to float32."""
+    head = 4 * ((values.size + block - 1) // block)
+    codes = data[head:].view(np.int8)
+    for start in range(0, values.size, block):
+        at, bits = 4 * (start // block), np.uint32(0)
+        for byte in range(4):
+            bits |= np.uint32(data[at + byte]) << np.uint32(8 * byte)
+        scale, own = _as_float(bits), values[start : start + block]
+        for i in range(own.size):
+            own[i] = np.float32(codes[start + i]) * scale
+
+
+@jit
+def encode_narrow(
+    values: Any,
+    block: int,
+    bits: int,
+    limit: Any,
+    moves: int,
+    levels: Any,
+    middles: Any,
+    ends: Any,
+    codes: Any,
+    seen: Any,
+) -> Any:
+    """float32 values by blocks that share two bfloat16 magnitudes, `ends`; and as they come back to `seen`."""
+    exact, own_codes = np.empty(block, np.float64), np.empty(block, np.uint32)
+    own_levels, borders = np.empty_like(levels), np.empty_like(middles)
+    for i in range(ends.shape[0]):
+        own, back = values[i * block : (i + 1) * block], seen[i * block : (i + 1) * block]
+        low, high = _exact_ends(own, limit, exact)
+        if bits == 2:
+            low, high = _means(exact, own.size, low, high, moves)
+        ends[i, 0], ends[i, 1] = _half(np.float32(low)), _half(np.float32(high))
+        _between(ends[i, 0], ends[i, 1], levels, own_levels)
+        _between(ends[i, 0], ends[i, 1], middles, borders)
+        _round_narrow(own, bits, own_levels, borders, own_codes, back)
+        _join(own_codes[: own.size], bits, codes[i * block * bits // 8 :])
+
+
+@jit
+def _exact_ends(values: Any, limit: Any, exact: Any) -> Any:
+    """Magnitudes of at most `limit`, as float64 to `exact` and zeros behind them; their smallest and largest."""
+    bits, low, high = values.view(np.uint32), limit, np.uint32(0)
+    for i in range(bits.size):
+        own = min(bits[i] & np.uint32(0x7FFFFFFF), limit)
+        low, high = min(low, own), max(high, own)
+        exact[i] = _as_float(own)
+    exact[bits.size :] = 0.0
+    return np.float64(_as_float(low)), np.float64(_as_float(high))
+
+
+@jit
+def _means(exact: Any, count: int, low: Any, high: Any, moves: int) -> Any:
+    """Of the smaller and of the larger magnitudes."""
+    small, large = np.empty_like(exact), np.empty_like(exact)
+    border = low + (high - low) * 0.25
+    for _ in range(moves + 1):
+        above = 0
+        for i in range(exact.size):
+            large[i] = exact[i] if exact[i] > border else 0.0
+            small[i] = exact[i] - large[i]
+            above += exact[i] > border
+        if count > above:
+            low = _total(small) / (count - above)
+        if above:
+            high = _total(large) / above
+        border = (low + high) * 0.5
+    return low, high
+
+
+@jit
+def _total(values: Any) -> Any:
+    """Their sum, added in halves; they do not survive."""
+    half = values.size // 2
+    while half:
+        for i in range(half):
+            values[i] += values[i + half]
+        half //= 2
+    return values[0]
+
+
+@jit
+def _half(value: Any) -> Any:
+    """The bits of the nearest bfloat16 of a finite magnitude, ties to even."""
+    bits = _bits_of(value)
+    return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+
+
+@jit
+def _between(low: Any, high: Any, shares: Any, out: Any) -> Any:
+    """So far on the way from one bfloat16 to another."""
+    start = _as_float(np.uint32(low) << np.uint32(16))
+    way = _as_float(np.uint32(high) << np.uint32(16)) - start
+    for i in range(shares.size):
+        out[i] = start + way * shares[i]
+
+
+@jit
+def _round_narrow(values: Any, bits: int, levels: Any, borders: Any, codes: Any, seen: Any) -> Any:
+    patterns, back = values.view(np.uint32), seen.view(np.uint32)
+    sign, mask = np.uint32(0x80000000), np.uint32(levels.size - 1)
+    for i in range(values.size):
+        codes[i] = (patterns[i] & sign) >> np.uint32(32 - bits)
+    for border in borders:
+        for i in range(values.size):
+            codes[i] += abs(values[i]) > border
+    for i in range(values.size):
+        back[i] = _bits_of(levels[codes[i] & mask]) | (patterns[i] & sign)
+
+
+@jit
+def _join(codes: Any, bits: int, out: Any) -> Any:
+    """Codes of `bits` bits to bytes, the first one lowest."""
+    per_byte = 8 // bits
+    for at in range((codes.size + per_byte - 1) // per_byte):
+        byte = np.uint32(0)
+        for i in range(min(per_byte, codes.size - at * per_byte)):
+            byte |= codes[at * per_byte + i] << np.uint32(bits * i)
+        out[at] = byte
+
+
+@intrinsic
+def _bits_of(typing: Any, value: Any) -> Any:
+    """The pattern of a float32."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.IntType(32))
+
+    return types.uint32(types.float32), generate
+
+
+@jit
+def decode_narrow(data: Any, block: int, bits: int, levels: Any, values: Any) -> Any:
+    """Bytes, which need not be aligned, to float32."""
+    head, per_byte = 4 * ((values.size + block - 1) // block), 8 // bits
+    own, table = np.empty_like(levels), np.empty(2 * levels.size, np.float32)
+    for start in range(0, values.size, block):
+        at = 4 * (start // block)
+        low = np.uint16(data[at]) | np.uint16(data[at + 1]) << np.uint16(8)
+        high = np.uint16(data[at + 2]) | np.uint16(data[at + 3]) << np.uint16(8)
+        _between(low, high, levels, own)
+        table[: own.size], table[own.size :] = own, -own
+        _split(data[head + start // per_byte :], bits, table, values[start : start + block])
+
+
+@jit
+def _split(data: Any, bits: int, table: Any, values: Any) -> Any:
+    per_byte, mask = 8 // bits, np.uint32((1 << bits) - 1)
+    for at in range((values.size + per_byte - 1) // per_byte):
+        byte = np.uint32(data[at])
+        for i in range(min(per_byte, values.size - at * per_byte)):
+            values[at * per_byte + i] = table[(byte >> np.uint32(bits * i)) & mask]
