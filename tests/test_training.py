@@ -17,6 +17,7 @@ from oktopk.training.analysis import Analyzer, magnitude_edges
 from oktopk.training.config import TrainConfig, from_mapping
 from oktopk.training.journal import Journal, summarize_epoch
 from oktopk.training.learning_rate import learning_rate
+from oktopk.training.optimizers import make_optimizer
 from oktopk.training.world import World
 from oktopk.transport import ThreadWorld
 from oktopk.workloads.base import Recipe
@@ -188,11 +189,28 @@ def test_a_small_clip_changes_what_is_trained(tmp_path: Path) -> None:
         (Recipe(lr=1.0, lr_steps=(1, 2)), 29, 0.01),
         (Recipe(lr=1.0, lr_warmup_epochs=1.0), 0, 0.25 + 0.75 / 11),
         (Recipe(lr=1.0, lr_warmup_epochs=1.0), 10, 1.0),
+        (Recipe(lr=1.0, lr_warmup_epochs=1.0, lr_warmup_from=0.0), 0, 1 / 11),
         (Recipe(lr=1.0, lr_linear_decay=True, epochs=4), 20, 0.5),
+        (Recipe(lr=1.0, lr_cosine_to=0.1, epochs=4), 0, 1.0),
+        (Recipe(lr=1.0, lr_cosine_to=0.1, epochs=4), 20, 0.55),
+        (Recipe(lr=1.0, lr_cosine_to=0.1, epochs=5, lr_warmup_epochs=1.0), 20, 0.55 + 0.45 * 0.5**0.5),
+        (Recipe(lr=1.0, lr_cosine_to=0.1, epochs=4), 40, 0.1),
     ],
 )
 def test_the_learning_rate_follows_its_recipe(recipe: Recipe, step: int, expected: float) -> None:
     assert learning_rate(recipe, step, steps_per_epoch=10, world_size=4) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("name", "value"), [("lr_cosine_to", 1.5), ("lr_warmup_from", -0.1), ("beta2", 1.0)])
+def test_a_share_outside_its_range_is_refused(name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=rf"{name} must be in \[0, 1.*got {value}"):
+        TrainConfig(**{name: value})
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
+def test_beta2_of_the_recipe_reaches_the_optimizer(optimizer: str) -> None:
+    recipe = TrainConfig(optimizer=optimizer, beta2=0.95).recipe(Recipe())
+    assert make_optimizer(recipe, [torch.nn.Parameter(torch.ones(2))]).defaults["betas"] == (0.9, 0.95)
 
 
 def test_a_shorter_run_has_a_shorter_warmup() -> None:

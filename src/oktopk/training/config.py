@@ -49,10 +49,13 @@ class TrainConfig:
     lr: float | None = None  # learning rate
     momentum: float | None = None  # of sgd
     weight_decay: float | None = None
+    beta2: float | None = None  # of adamw and lamb: larger = longer memory of squared gradients
     lr_decay: float | None = None  # factor on lr after every epoch
     lr_steps: tuple[int, ...] | None = None  # epochs at which lr is divided by 10
-    lr_warmup_epochs: float | None = None  # linear rise of lr from lr / workers
+    lr_warmup_epochs: float | None = None  # linear rise of lr
+    lr_warmup_from: float | None = None  # share of lr it rises from; 1 / workers unless the preset says otherwise
     lr_linear_decay: bool | None = None  # linear fall of lr to zero over the rest of the run
+    lr_cosine_to: float | None = None  # share of lr that half a cosine over the rest of the run ends at; 1: none
     norm_clip: float | None = None  # limit of the gradient norm before it is summed over workers (0: none)
     norm_clip_after: float = 0.0  # limit of the gradient norm after it is summed over workers (0: none)
     seed: int = 0  # of initial weights, data order and augmentation
@@ -81,6 +84,12 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ConfigError(f"{name} must be {least} or more, got {value}.")
+        for name in ("lr_warmup_from", "lr_cosine_to"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= 1:
+                raise ConfigError(f"{name} must be in [0, 1], got {value}: it is a share of lr.")
+        if self.beta2 is not None and not 0 <= self.beta2 < 1:
+            raise ConfigError(f"beta2 must be in [0, 1), got {self.beta2}: 0.999 remembers about 1,000 steps.")
         if self.bucket_mb <= 0:
             raise ConfigError(f"bucket_mb must be above 0, got {self.bucket_mb}.")
 

@@ -11,6 +11,8 @@ from oktopk.errors import ConfigError, nearest
 from oktopk.workloads.base import Recipe
 from oktopk.workloads.lamb import Lamb
 
+_BETA1 = 0.9  # memory of gradients under adamw and lamb
+
 
 def make_optimizer(recipe: Recipe, parameters: Iterable[nn.Parameter]) -> Optimizer:
     """The recipe's optimizer over the parameters."""
@@ -24,11 +26,11 @@ def _sgd(recipe: Recipe, parameters: Iterable[nn.Parameter]) -> Optimizer:
 
 
 def _adamw(recipe: Recipe, parameters: Iterable[nn.Parameter]) -> Optimizer:
-    return AdamW(parameters, lr=recipe.lr, weight_decay=recipe.weight_decay)
+    return AdamW(parameters, lr=recipe.lr, betas=(_BETA1, recipe.beta2), weight_decay=recipe.weight_decay)
 
 
 def _lamb(recipe: Recipe, parameters: Iterable[nn.Parameter]) -> Optimizer:
-    return Lamb(parameters, lr=recipe.lr, weight_decay=recipe.weight_decay)
+    return Lamb(parameters, lr=recipe.lr, betas=(_BETA1, recipe.beta2), weight_decay=recipe.weight_decay)
 
 
 OPTIMIZERS: dict[str, Callable[[Recipe, Iterable[nn.Parameter]], Optimizer]] = {

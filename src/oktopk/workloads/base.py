@@ -35,12 +35,15 @@ class Recipe:
     lr: float = 0.01
     momentum: float = 0.9
     weight_decay: float = 0.0
+    beta2: float = 0.999  # of adamw and lamb: larger = longer memory of squared gradients
     batch_size: int = 8  # per rank
     epochs: int = 10
     lr_decay: float = 1.0  # factor per epoch
     lr_steps: tuple[int, ...] = ()  # epochs at which lr is divided by 10
-    lr_warmup_epochs: float = 0.0  # linear from lr / world_size
+    lr_warmup_epochs: float = 0.0  # linear rise
+    lr_warmup_from: float | None = None  # share of lr it starts from; None: 1 / world_size
     lr_linear_decay: bool = False  # linear to zero over the whole run after warm-up
+    lr_cosine_to: float = 1.0  # share of lr that half a cosine over the run after warm-up ends at; 1: none
     norm_clip: float | None = None  # gradient norm limit before synchronisation
     density: float = 0.01
     warmup_steps: int = 0  # dense steps
