@@ -35,20 +35,22 @@ def test_images_are_described_and_what_is_missing_is_named(tmp_path, capsys):
     assert "lacks t10k-labels-idx1-ubyte[.gz]: get the four files" in " ".join(capsys.readouterr().err.split())
 
 
-def test_text_is_prepared_for_both_workloads(tmp_path, capsys):
+def test_text_is_prepared_for_every_workload(tmp_path, capsys):
     text = "\n\n".join("one two three .\nfour five six ." for _ in range(30))
     (tmp_path / "train.txt").write_text(text)
     (tmp_path / "valid.txt").write_text(text + "\n\nalone here .\n")
     assert main(["data", "text", str(tmp_path), "--pieces", "60"]) == 0
     out = capsys.readouterr().out
     assert "plain splits, 1 training files, 1 validation files" in out
+    assert "gpt  988 training characters, 1003 validation characters, vocabulary" in out
     assert "ptb  329 training words" in out and "vocabulary 9" in out
     assert "bert valid: 30 documents, 60 sentences" in out and "1 documents of one sentence left out" in out
 
 
-def test_text_without_a_validation_part_is_prepared_for_bert_only(tmp_path, capsys):
+def test_text_without_a_validation_part_is_prepared_for_bert_and_gpt_only(tmp_path, capsys):
     path = tmp_path / "some.txt"
     path.write_text("\n\n".join("one two three .\nfour five six ." for _ in range(60)))
     assert main(["data", "text", str(path), "--pieces", "60"]) == 0
     out = capsys.readouterr().out
+    assert "gpt  1781 training characters, 197 validation characters" in out
     assert "ptb  needs a validation part" in out and "bert train: 57 documents" in out

@@ -1,4 +1,4 @@
-"""vision, bert and ptb under the trainer: exact resumption on small files, and real learning on embedded data."""
+"""vision, bert, gpt and ptb under the trainer: exact resumption on small files, and real learning on embedded data."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ def small_data(tmp_path, monkeypatch) -> dict[str, TrainConfig]:
     return {
         "vision": TrainConfig(workload="vision", data=str(tmp_path / "images"), batch_size=4, **common),
         "bert": TrainConfig(workload="bert", preset="tiny", data=text, batch_size=8, **common),
+        "gpt": TrainConfig(workload="gpt", preset="tiny", data=text, batch_size=4, **common),
         "ptb": TrainConfig(workload="ptb", data=text, batch_size=2, workload_options={"vocabulary": 60}, **common),
     }
 
@@ -50,7 +51,7 @@ def _image(path: Path, red: int, seed: int) -> None:
     Image.fromarray(noise + np.array([red, 0, 0], np.uint8)).save(path)
 
 
-@pytest.mark.parametrize("workload", ["vision", "bert", "ptb"])
+@pytest.mark.parametrize("workload", ["vision", "bert", "gpt", "ptb"])
 def test_a_run_stopped_inside_an_epoch_goes_on_as_if_nothing_had_happened(small_data, workload):
     config = small_data[workload]
     train_alone(TrainConfig(**{**vars(config), "name": "whole"}))
@@ -63,8 +64,13 @@ def test_a_run_stopped_inside_an_epoch_goes_on_as_if_nothing_had_happened(small_
 
 
 # What must be reached on the embedded data, and what is to be beaten: chance is 0.1, a linear model stays below 0.5;
-# the perplexity of words by their frequency alone is 299 (ptb) and that of pieces 494 (bert).
-CRITERIA = {"vision": ("accuracy", 0.9, 4.0), "ptb": ("perplexity", 110.0, 1.4), "bert": ("perplexity", 350.0, 1.25)}
+# the perplexity of words by their frequency alone is 299 (ptb), that of pieces 494 (bert), of characters 19 (gpt).
+CRITERIA = {
+    "vision": ("accuracy", 0.9, 4.0),
+    "ptb": ("perplexity", 110.0, 1.4),
+    "bert": ("perplexity", 350.0, 1.25),
+    "gpt": ("perplexity", 8.0, 1.25),
+}
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -39,10 +39,10 @@ class Images:
 
 @dataclass(frozen=True)
 class Text:
-    """Check a text corpus and prepare it for `oktopk train ptb` and `oktopk train bert`.
+    """Check a text corpus and prepare it for `oktopk train ptb`, `oktopk train bert` and `oktopk train gpt`.
 
-    DATA is 'docstrings' (embedded), a folder or the original archive of PTB or WikiText, or plain text with one
-    sentence per line and blank lines between documents.
+    DATA is 'docstrings' (embedded), a folder or the original archive of PTB or WikiText, or plain text: for bert
+    with one sentence per line and blank lines between documents, for gpt any.
 
     Example:
       oktopk data text docstrings
@@ -53,6 +53,7 @@ class Text:
     pieces: int = 3_000  # WordPiece vocabulary to train: 3000 small, 30522 base
     vocabulary: str | None = None  # a vocab.txt to use instead of training one
     length: int = 48  # pieces per pair of bert
+    tokens: Literal["characters", "bpe"] = "characters"  # what gpt reads, as its small preset does
 
     def __call__(self) -> int:
         from oktopk.workloads.text import find_text
@@ -63,6 +64,7 @@ class Text:
             self._prepare_words()
         else:
             _say("  ptb  needs a validation part: name two files train.txt and valid.txt in one folder")
+        self._prepare_tokens()
         self._prepare_pairs()
         return _ready(f"oktopk train bert --data {self.data}")
 
@@ -72,6 +74,13 @@ class Text:
         words = load_words(self.data, self.words)
         _say(f"  ptb  {len(words.train)} training words, {len(words.valid)} validation words, "
              f"vocabulary {len(words.vocabulary)}")  # fmt: skip
+
+    def _prepare_tokens(self) -> None:
+        from oktopk.workloads.gpt.workload import GptConfig, GptWorkload
+
+        text = GptWorkload(GptConfig(data=self.data, tokens=self.tokens), 0).text
+        _say(f"  gpt  {len(text.train)} training {self.tokens}, {len(text.valid)} validation {self.tokens}, "
+             f"vocabulary {len(text.tokens)}")  # fmt: skip
 
     def _prepare_pairs(self) -> None:
         try:

@@ -50,7 +50,7 @@ class Train(TrainConfig):
         oktopk train --config configs/synth_small.toml --dry-run
     """
 
-    workload: tyro.conf.Positional[str] = "speech"  # what to train: speech, vision, ptb, bert, or module:Class
+    workload: tyro.conf.Positional[str] = "speech"  # what to train: speech, vision, ptb, bert, gpt, or module:Class
     preset: tyro.conf.Suppress[str | None] = None
     data: tyro.conf.Suppress[str | None] = None
     batch_size: tyro.conf.Suppress[int | None] = None

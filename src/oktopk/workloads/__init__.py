@@ -24,6 +24,11 @@ WORKLOADS: dict[str, tuple[str, str, str]] = {
         "oktopk.workloads.bert.workload:BertWorkload",
         "bert",
     ),
+    "gpt": (
+        "oktopk.workloads.gpt.workload:GptConfig",
+        "oktopk.workloads.gpt.workload:GptWorkload",
+        "trainer",
+    ),
     "ptb": (
         "oktopk.workloads.ptb.workload:PtbConfig",
         "oktopk.workloads.ptb.workload:PtbWorkload",

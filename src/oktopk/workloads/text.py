@@ -1,4 +1,4 @@
-"""Text for bert and ptb: published layouts, plain files, and the docstrings of the standard library."""
+"""Text for bert, gpt and ptb: published layouts, plain files, and the docstrings of the standard library."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import tarfile
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path, PurePosixPath
 
 from oktopk.errors import DataError
@@ -57,10 +58,22 @@ def find_text(data: str) -> TextFiles:
 
 def read_lines(path: Path) -> Iterator[str]:
     """Stripped lines; bytes that are no UTF-8 are an error that names the line."""
+    for line in _decoded(path):
+        yield line.strip()
+
+
+def read_blocks(path: Path, lines: int = 4_096) -> Iterator[str]:
+    """The text as it is, some lines at a time: all of it may not fit into memory once it is taken apart."""
+    decoded = _decoded(path)
+    while block := "".join(islice(decoded, lines)):
+        yield block
+
+
+def _decoded(path: Path) -> Iterator[str]:
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             try:
-                yield line.decode("utf-8").strip()
+                yield line.decode("utf-8")
             except UnicodeDecodeError as error:
                 raise DataError(f"{path}, line {number}: not UTF-8 text ({error.reason}). Convert it first.") from None
 

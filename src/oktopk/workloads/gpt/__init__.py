@@ -1,0 +1,1 @@
+"""A small decoder (GPT) on characters or byte pairs of any text."""
