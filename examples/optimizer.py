@@ -40,7 +40,7 @@ def main() -> None:
         if rank == 0 and step % 10 == 9:
             record = optimizer.reducer.last_step
             print(f"step {step + 1} loss {total:.3f} {record.phase}, compression {record.compression_ratio:.1f}x")
-    optimizer.reducer.close()
+    optimizer.close()
     dist.destroy_process_group()
 
 

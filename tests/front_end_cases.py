@@ -220,6 +220,7 @@ CASES: dict[str, Callable[[], Result]] = {
     "uneven inputs": uneven_inputs,
     "warm-up": lambda: ddp_case(options={"warmup_steps": 4}, **SMALL_BUCKETS),
     "rounding wire": lambda: ddp_case(options={"wire": "bfloat16"}, **SMALL_BUCKETS),
+    "clipped before": lambda: ddp_case(options={"norm_clip": 0.05}, **SMALL_BUCKETS),
     "momentum": lambda: ddp_case(options={"momentum_correction": 0.5}, **SMALL_BUCKETS),
 }
 COMPILED: dict[str, Callable[[], Result]] = {"compiled outside": compiled_outside, "compiled inside": compiled_inside}
@@ -278,9 +279,9 @@ def scaled() -> dict[str, Any]:
 def refusals() -> dict[str, str]:
     """The message of each refusal, by what was refused."""
     said = {}
-    with contextlib.suppress(RuntimeError):
-        said["twice"] = _message(lambda ddp: (oktopk.register(ddp).close(), oktopk.register(ddp)))
+    said["twice"] = _message(lambda ddp: (oktopk.register(ddp), oktopk.register(ddp)))
     said["fuse"] = _message(lambda ddp: oktopk.register(ddp, fuse="all"))
+    said["clipped buckets"] = _message(lambda ddp: oktopk.register(ddp, fuse="bucket", norm_clip=1.0))
     said["option"] = _message(lambda ddp: oktopk.register(ddp, densitty=0.1))
 
     def python_reducer(ddp: DDP) -> None:

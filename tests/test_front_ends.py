@@ -42,8 +42,14 @@ def test_training_was_sparse_and_owes_something(case: str, world: list[dict[str,
     result = world[0][case]
     assert result.phase == "sparse"
     assert any(residual.abs().sum() > 0 for residual in result.residuals.values())
-    if "vector" in case:
+    if "vector" in case or case == "clipped before":
         assert result.groups == (3 if "mixed" in case else 1), "one vector, or one per dtype"
+
+
+def test_clipping_before_limits_what_each_rank_gives(world: list[dict[str, Result]]) -> None:
+    for rank in world:
+        norm = sum(float(given.square().sum()) for given in rank["clipped before"].given.values()) ** 0.5
+        assert 0 < norm <= cases.STEPS * 0.05 / RANKS**0.5 * (1 + 1e-6)
 
 
 def test_there_were_several_buckets(world: list[dict[str, Result]]) -> None:
@@ -124,6 +130,7 @@ def test_what_cannot_work_is_refused_and_a_world_of_one_is_left_as_it_is() -> No
     assert said["plain state"].startswith("UnsupportedError: this HookState was made from a plain module")
     assert said["twice"].startswith("UnsupportedError: this DDP module already has a communication hook")
     assert "fuse must be 'bucket', 'step' or None, got 'all'" in said["fuse"]
+    assert said["clipped buckets"].startswith("ConfigError: norm_clip must know all gradients of a step")
     assert "unknown option 'densitty'. Did you mean 'density'?" in said["option"] or "densitty" in said["option"]
     for name in ("python_reducer", "bucket"):
         assert said[name].startswith("UnsupportedError: torch._dynamo.config.optimize_ddp")

@@ -105,7 +105,7 @@ import resource, torch, oktopk
 
 model = torch.nn.Sequential(*(torch.nn.Linear(1500, 1500) for _ in range(4)))
 inner = torch.optim.SGD(model.parameters(), lr=1e-6)
-optimizer = oktopk.DistributedOptimizer(inner, model, density=0.01, fuse="step")
+optimizer = oktopk.DistributedOptimizer(inner, model, density=0.01, fuse="step", keep_memory=True)
 for step in range(8):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     optimizer.zero_grad()

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from typing_extensions import TypedDict
+
 from oktopk.errors import ConfigError, nearest
 
 Density = float | Mapping[int, float]  # a constant, or {step: density from that step on}
@@ -102,6 +104,36 @@ class ReducerConfig:
             raise ConfigError("factor_masking masks the momentum of momentum_correction: set that too, e.g. to 0.9.")
         if self.on_nonfinite not in ("raise", "skip"):
             raise ConfigError(f"on_nonfinite must be 'raise' or 'skip', got {self.on_nonfinite!r}.")
+
+
+class Options(TypedDict, total=False):
+    """Every option of a reducer beside its named arguments, for editors and type checkers.
+
+    The configurations above say what each means; `wires`, `trial_steps` and `recheck_every` are of `algorithm="auto"`.
+    """
+
+    min_numel: int
+    on_nonfinite: Literal["raise", "skip"]
+    momentum_correction: float
+    factor_masking: bool
+    global_cut: bool
+    split_and_reduce: bool
+    corrections: int
+    tolerance: float
+    in_flight: int
+    threshold: Literal["fresh", "reused"]
+    reestimate_every: int
+    repartition_every: int
+    local_nudge: float
+    local_keep: tuple[float, float]
+    global_nudge_up: float
+    global_nudge_down: float
+    global_keep: tuple[float, float]
+    cap: float
+    balance_factor: float
+    wires: tuple[str, ...]
+    trial_steps: int
+    recheck_every: int
 
 
 PAPER_LSTM: dict[str, Any] = {

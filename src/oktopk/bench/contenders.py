@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from oktopk.algorithms import ALGORITHMS
 from oktopk.config import WIRES
 from oktopk.errors import ConfigError, nearest
-from oktopk.front_ends.ddp import Fuse, HookState, hook
+from oktopk.front_ends.ddp import Fuse, register
 from oktopk.front_ends.optimizer import DistributedOptimizer
 from oktopk.reducer import Reducer
 from oktopk.reduction.autotune import AUTO, AutoConfig, trials
@@ -110,28 +110,18 @@ def _powersgd(model: nn.Module, rank: int) -> Attached:
 
 def _ours(model: nn.Module, algorithm: str, wire: str, density: float, cap_mb: int, fuse: Fuse | None) -> Attached:
     ddp = _ddp(model, cap_mb)
-    state = HookState(ddp, algorithm, density, wire=wire, fuse=fuse)
-    ddp.register_comm_hook(state, hook)
-    reducer = state.reducer
-
-    def close() -> None:
-        reducer.close()
-        # The hook and its model hold each other through C++, where no garbage collector looks.
-        vars(state).clear()
-
+    reducer = register(ddp, algorithm, density, wire=wire, fuse=fuse)
     # DDP changes its buckets after the first step; what is chosen by trying must have been chosen.
     warmup = 2 + (trials(AutoConfig()) if algorithm == AUTO else 0)
-    return _watched(ddp, _sgd(ddp), SINGLE_BUCKET_MB if fuse == "step" else cap_mb, warmup, reducer, close)
+    return _watched(ddp, _sgd(ddp), SINGLE_BUCKET_MB if fuse == "step" else cap_mb, warmup, reducer)
 
 
 def _our_optimizer(model: nn.Module, algorithm: str, wire: str, density: float) -> Attached:
-    optimizer = DistributedOptimizer(_sgd(model), model, algorithm, density, wire=wire, fuse="step")
-    return _watched(model, optimizer, SINGLE_BUCKET_MB, 2, optimizer.reducer, optimizer.reducer.close)
+    optimizer = DistributedOptimizer(_sgd(model), model, algorithm, density, wire=wire, fuse="step", keep_memory=True)
+    return _watched(model, optimizer, SINGLE_BUCKET_MB, 2, optimizer.reducer)
 
 
-def _watched(
-    model: nn.Module, optimizer: Optimizer, bucket_mb: int, warmup: int, reducer: Reducer, close: Callable[[], None]
-) -> Attached:
+def _watched(model: nn.Module, optimizer: Optimizer, bucket_mb: int, warmup: int, reducer: Reducer) -> Attached:
     return Attached(
         model,
         optimizer,
@@ -139,7 +129,7 @@ def _watched(
         warmup,
         lambda: int(reducer.last_step.bytes_sent),
         lambda: dict(reducer.last_step.seconds),
-        close,
+        reducer.close,
     )
 
 

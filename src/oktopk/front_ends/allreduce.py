@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
+from oktopk.front_ends.options import GroupOptions
 from oktopk.metrics import StepRecord
 from oktopk.reducer import Reducer
 from oktopk.reduction.feedback import residual_dtype
@@ -14,7 +16,11 @@ from oktopk.types import Reduced, SparseVector, Stats
 
 
 def sparse_allreduce(
-    tensor: Tensor, density: float = 0.01, algorithm: str = "oktopk", group: Any = None, **options: Any
+    tensor: Tensor,
+    density: float = 0.01,
+    algorithm: str = "oktopk",
+    group: Any = None,
+    **options: Unpack[GroupOptions],
 ) -> Reduced:
     """Reduce one tensor once, with nothing owed before.
 

@@ -4,20 +4,26 @@ This module must not postpone its annotations: torch looks at the real ones of `
 """
 
 import logging
+import weakref
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import Unpack
 
 from oktopk.config import Density
-from oktopk.errors import ConfigError, UnsupportedError
-from oktopk.front_ends.fusing import Bucket, ByBucket, ByStep, ByTrial, Fusing, Future
-from oktopk.front_ends.names import names_of
-from oktopk.reducer import Reducer
-from oktopk.reduction.communication import future_on
+from oktopk.errors import ConfigError, OkTopkError, UnsupportedError
+from oktopk.front_ends.attached import AttachedReducer
+from oktopk.front_ends.bucket_reduction import BucketReduction, UsedParameters
+from oktopk.front_ends.clipping import NormClip, require_limit
+from oktopk.front_ends.fusing import ByBucket, ByStep, ByTrial, Fusing, Future
+from oktopk.front_ends.options import FrontEndOptions
+from oktopk.front_ends.parameters import Named, named_parameters, refuse_unsupported
 from oktopk.transport import ThreadWorld
 
 log = logging.getLogger("oktopk")
@@ -32,23 +38,33 @@ def register(
     warmup_steps: int = 0,
     *,
     fuse: Fuse | None = None,
+    norm_clip: float | None = None,
     scaler: Any = None,
-    **options: Any,
-) -> Reducer:
-    """Reduce the gradients of a DDP module sparsely; every rank must call this once, before the first backward.
+    **options: Unpack[FrontEndOptions],
+) -> AttachedReducer:
+    """Reduce the gradients of a DDP module sparsely; every rank must call this, before a backward.
 
     `fuse="bucket"` reduces each bucket while backward goes on; `fuse="step"` all of them as one vector at its end, as
-    in the paper. None means buckets, but with `algorithm="auto"` whichever makes steps shorter. `scaler` is the
+    in the paper. None means buckets, but with `algorithm="auto"` whichever makes steps shorter. What that chose, and
+    why, is in `decisions` of the reducer, and rank 0 logs it: `logging.getLogger("oktopk").setLevel("INFO")`.
+    `norm_clip` limits the norm of each rank's gradient before it is sent, divided by the root of the world size as in
+    Deep Gradient Compression. All gradients must be known for that, so it means `fuse="step"`. `scaler` is the
     GradScaler, if there is one. Other options are those of `Reducer`.
+
+    Closing the reducer (it is a context manager too) takes it off: the module goes on as plain DDP, and may be
+    registered again. Copies of the module, by `copy.deepcopy` or `torch.save`, are plain DDP.
 
     >>> import torch, oktopk
     >>> reducer = oktopk.register(torch.nn.Linear(4, 2), density=0.01)  # not DDP: works, and says that it does nothing
     >>> reducer.close()
     """
-    state = HookState(module, algorithm, density, warmup_steps, fuse=fuse, scaler=scaler, **options)
-    if state.ddp is not None:
-        state.ddp.register_comm_hook(state, hook)
-    return state.reducer
+    state = HookState(
+        module, algorithm, density, warmup_steps, fuse=fuse, norm_clip=norm_clip, scaler=scaler, **options
+    )
+    reducer, ddp = state.reducer, _unwrap(module)
+    if ddp is not None:
+        _install(ddp, state)
+    return reducer
 
 
 def hook(state: "HookState", bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -59,7 +75,8 @@ def hook(state: "HookState", bucket: GradBucket) -> torch.futures.Future[torch.T
 class HookState:
     """What `hook` needs to know: the reducer, and the names of the parameters.
 
-    As in torch's own hooks: `ddp.register_comm_hook(oktopk.HookState(ddp, density=0.01), oktopk.hook)`.
+    As in torch's own hooks: `ddp.register_comm_hook(oktopk.HookState(ddp, density=0.01), oktopk.hook)`. Options are
+    those of `register`. When the reducer is closed, the hook does what DDP does without one.
     """
 
     def __init__(
@@ -70,87 +87,108 @@ class HookState:
         warmup_steps: int = 0,
         *,
         fuse: Fuse | None = None,
+        norm_clip: float | None = None,
         scaler: Any = None,
-        **options: Any,
+        **options: Unpack[FrontEndOptions],
     ) -> None:
-        if fuse not in ("bucket", "step", None):
-            raise ConfigError(f"fuse must be 'bucket', 'step' or None, got {fuse!r}.")
-        self.ddp = _unwrap(module)
+        ddp = _unwrap(module)
+        if ddp is not None:
+            _refuse(ddp)
+        # Weakly: DDP holds its hook through C++, where no garbage collector looks for a circle.
+        self._ddp = weakref.ref(ddp) if ddp is not None else None
+        self._group = ddp.process_group if ddp is not None else None
+        fuse = _checked(fuse, norm_clip)
+        parameters = named_parameters(module) if ddp is None else _reduced_by(ddp)
+        refuse_unsupported(parameters, module, in_one_vector=fuse == "step")
         if scaler is not None:
             options.setdefault("on_nonfinite", "skip")
-        self.reducer = _make_reducer(self.ddp, algorithm, density, warmup_steps, options)
-        self._names = names_of(module if self.ddp is None else self.ddp.module)
-        self._used = _watch_use(self.ddp, self._names)
-        self._fusing = _fusing(fuse, self.reducer, self._names)
-        self._scaler = scaler
-        self._pending: list[Future] = []
+        reducer = _make_reducer(ddp, algorithm, density, warmup_steps, options)
+        names = {id(parameter): name for name, parameter in parameters}
+        clip = NormClip(norm_clip, reducer.world_size, scaler) if norm_clip is not None else None
+        fusing = _fusing(fuse, clip, reducer, names)
+        is_watched = ddp is not None and (ddp.find_unused_parameters or ddp.static_graph)
+        self._use(BucketReduction(reducer, names, fusing, UsedParameters(parameters) if is_watched else None, scaler))
+
+    @property
+    def reducer(self) -> AttachedReducer:
+        """The reducer in use; there is none after it was closed."""
+        if self._reduction is None:
+            raise OkTopkError("the reducer of this hook is closed: oktopk.register(ddp, ...) makes a new one.")
+        return self._reduction.reducer
+
+    @property
+    def is_closed(self) -> bool:
+        return self._reduction is None
 
     def take(self, bucket: GradBucket) -> Future:
-        """Start reducing a bucket in place. The future never fails: `backward` itself does, see `_end_step`."""
+        """Start reducing a bucket in place. The future never fails: `backward` itself does, with the error's type."""
         if not isinstance(bucket, GradBucket):
             raise _python_reducer()
-        if self.ddp is None:
+        if self._ddp is None:
             raise UnsupportedError(
                 "this HookState was made from a plain module: make it from the DDP module, HookState(ddp)."
             )
-        if not getattr(self.ddp, "_divide_by_initial_world_size", True):
+        if not getattr(self._ddp(), "_divide_by_initial_world_size", True):
             raise UnsupportedError("join(divide_by_initial_world_size=False) cannot work: the mean is over all ranks.")
-        if bucket.index() == 0:
-            self._begin_step()
-        flat, settled = bucket.buffer(), future_on(bucket.buffer().device)
-        reduced = self._fusing.take(self._describe(bucket))
-        reduced.add_done_callback(lambda _: settled.set_result(flat))
-        self._pending.append(reduced)
-        if bucket.is_last():
-            self._end_step()
-        return settled
+        if self._reduction is None:
+            assert self._group is not None
+            return allreduce_hook(self._group, bucket)
+        return self._reduction.take(bucket)
 
-    def _describe(self, bucket: GradBucket) -> Bucket:
-        layout = [(self._names[id(parameter)], parameter.numel()) for parameter in bucket.parameters()]
-        unused = frozenset(name for name, _ in layout if self._used is not None and name not in self._used)
-        return Bucket(layout, bucket.buffer(), unused, bucket.index() == 0, bucket.is_last())
+    def take_over(self, other: "HookState") -> None:
+        """Use the reducer of another state from now on: DDP keeps the state that it was given first."""
+        assert self._reduction is None and other._reduction is not None
+        reduction, other._reduction = other._reduction, None
+        self._use(reduction)
 
-    def _begin_step(self) -> None:
-        self._pending.clear()
-        if self._scaler is not None and self._scaler.is_enabled():
-            self.reducer.set_gradient_scale(self._scaler.get_scale())
+    def _use(self, reduction: BucketReduction) -> None:
+        self._reduction: BucketReduction | None = reduction
+        reduction.reducer.on_close(self._let_go)
 
-    def _end_step(self) -> None:
-        if self._used is not None:
-            self._used.clear()
-        if torch._C._current_graph_task_id() == -1:
-            self._surface()  # a rank that has left `join` runs its hook outside backward
-            return
-        # An exception inside a future would reach the training thread without its type, and leave DDP half-way. So the
-        # future succeeds, DDP finishes, and then, in a callback queued by a callback and hence after DDP's own, the
-        # original exception leaves `backward`.
-        queue = torch.autograd.Variable._execution_engine.queue_callback
-        queue(lambda: queue(self._surface))
+    def _let_go(self) -> None:
+        if self._reduction is not None:
+            self._reduction.detach()
+        self._reduction = None
 
-    def _surface(self) -> None:
-        pending, self._pending = self._pending, []
-        for reduced in pending:
-            reduced.wait()
+    def __reduce__(self) -> tuple[Callable[[], "HookOfTheOriginal"], tuple[()]]:
+        """A copy of a DDP module has no hook, and its own C++ part has none either."""
+        return HookOfTheOriginal, ()
+
+
+class HookOfTheOriginal:
+    """Stands in a copied DDP module where the original has its hook."""
 
 
 def _unwrap(module: nn.Module) -> DistributedDataParallel | None:
-    """The DDP module inside `torch.compile`; None for a module that is not DDP. Refuses what cannot work."""
+    """The DDP module inside `torch.compile`; None for a module that is not DDP."""
     module = getattr(module, "_orig_mod", module)
-    if not isinstance(module, DistributedDataParallel):
-        return None
-    if getattr(module, "_use_python_reducer", False):
+    return module if isinstance(module, DistributedDataParallel) else None
+
+
+def _refuse(ddp: DistributedDataParallel) -> None:
+    """Refuse what cannot work."""
+    if getattr(ddp, "_use_python_reducer", False):
         raise _python_reducer()
-    if module.mixed_precision is not None:
+    if ddp.mixed_precision is not None:
         raise UnsupportedError(
             "DDP's own mixed_precision registers a communication hook of its own, and DDP takes one only. "
             "Use torch.autocast, or convert the model with model.to(torch.bfloat16)."
         )
-    if module._comm_hooks:
+    for _, state in ddp._comm_hooks:
+        if isinstance(state, HookOfTheOriginal) or (isinstance(state, HookState) and state.is_closed):
+            continue
         raise UnsupportedError(
-            "this DDP module already has a communication hook, and DDP takes one only: "
-            "call oktopk.register once, and no other register_comm_hook."
+            "this DDP module already has a communication hook, and DDP takes one only: call oktopk.register once, or "
+            "close the reducer that it returned before, and no other register_comm_hook."
         )
-    return module
+
+
+def _install(ddp: DistributedDataParallel, state: HookState) -> None:
+    """Make DDP call a state, or, since it takes one only, a closed one before it act as this."""
+    for _, known in ddp._comm_hooks:
+        if isinstance(known, HookState):
+            return known.take_over(state)
+    return ddp.register_comm_hook(state, hook)
 
 
 def _python_reducer() -> UnsupportedError:
@@ -160,9 +198,27 @@ def _python_reducer() -> UnsupportedError:
     )
 
 
+def _checked(fuse: Fuse | None, norm_clip: float | None) -> Fuse | None:
+    """How buckets are fused; all gradients must be known to clip them."""
+    if fuse not in ("bucket", "step", None):
+        raise ConfigError(f"fuse must be 'bucket', 'step' or None, got {fuse!r}.")
+    if norm_clip is not None:
+        require_limit("norm_clip", norm_clip)
+    if norm_clip is not None and fuse == "bucket":
+        raise ConfigError(
+            "norm_clip must know all gradients of a step, and fuse='bucket' sends the first while backward computes "
+            "the last: use fuse='step', or leave fuse out."
+        )
+    return "step" if norm_clip is not None else fuse
+
+
+def _reduced_by(ddp: DistributedDataParallel) -> list[Named]:
+    return named_parameters(ddp.module, ddp.parameters_to_ignore)
+
+
 def _make_reducer(
-    ddp: DistributedDataParallel | None, algorithm: str, density: Density, warmup_steps: int, options: dict[str, Any]
-) -> Reducer:
+    ddp: DistributedDataParallel | None, algorithm: str, density: Density, warmup_steps: int, options: FrontEndOptions
+) -> AttachedReducer:
     if ddp is None:
         log.warning(
             "nothing is compressed: this is not a DistributedDataParallel module, so its gradients stay on this rank. "
@@ -173,28 +229,14 @@ def _make_reducer(
         log.warning("nothing is compressed: the world has one rank, so gradients are left as they are.")
         warmup_steps = _FOREVER
     options.setdefault("group", None if ddp is None else ddp.process_group)
-    return Reducer(algorithm, density, warmup_steps=warmup_steps, **options)
+    return AttachedReducer(algorithm, density, warmup_steps=warmup_steps, **options)
 
 
-def _fusing(fuse: Fuse | None, reducer: Reducer, names: dict[int, str]) -> Fusing:
+def _fusing(fuse: Fuse | None, clip: NormClip | None, reducer: AttachedReducer, names: Mapping[int, str]) -> Fusing:
     if fuse == "step":
-        return ByStep(reducer, names)
-    return (
-        ByBucket(reducer)
-        if fuse == "bucket" or reducer._pipeline.tuner is None
-        else ByTrial(reducer, reducer._pipeline.tuner, names)
-    )
+        return ByStep(reducer, names, clip)
+    tuner = reducer._pipeline.tuner
+    return ByBucket(reducer) if fuse == "bucket" or tuner is None else ByTrial(reducer, tuner, names)
 
 
 _FOREVER = 2**62  # steps
-
-
-def _watch_use(ddp: DistributedDataParallel | None, names: dict[int, str]) -> set[str] | None:
-    """Which parameters took part in backward since the last synchronisation, kept up by hooks; None if all must."""
-    if ddp is None or not (ddp.find_unused_parameters or ddp.static_graph):
-        return None
-    used: set[str] = set()
-    for parameter in ddp.module.parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(lambda p: used.add(names[id(p)]))
-    return used

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from oktopk.front_ends.clipping import NormClip
 from oktopk.reducer import Reducer
 from oktopk.reduction.autotune import BY_BUCKET, BY_STEP, Tuner
 from oktopk.reduction.communication import future_on
@@ -56,8 +57,8 @@ class ByStep:
     One per dtype, in models that have several: what rounding to a dtype takes must stay owed.
     """
 
-    def __init__(self, reducer: Reducer, names: Mapping[int, str]) -> None:
-        self._reducer = reducer
+    def __init__(self, reducer: Reducer, names: Mapping[int, str], clip: NormClip | None = None) -> None:
+        self._reducer, self._clip = reducer, clip
         self._position = {name: position for position, name in enumerate(names.values())}
         self._buckets: list[tuple[Bucket, Future]] = []
 
@@ -68,9 +69,16 @@ class ByStep:
         self._buckets.append((bucket, reduced))
         if bucket.is_last:
             buckets, self._buckets = self._buckets, []
+            self._clip_([b.flat for b, _ in buckets])
             for dtype in dict.fromkeys(b.flat.dtype for b, _ in buckets):
                 self._submit([(b, future) for b, future in buckets if b.flat.dtype == dtype])
         return reduced
+
+    def _clip_(self, flats: Sequence[Tensor]) -> None:
+        factor = self._clip.factor(flats) if self._clip is not None else 1.0
+        if factor != 1.0:
+            for flat in flats:
+                flat.mul_(factor)
 
     def _submit(self, buckets: Sequence[tuple[Bucket, Future]]) -> None:
         pieces = [piece for bucket, _ in buckets for piece in bucket.pieces()]

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import Unpack
 
 from oktopk.config import Density
 from oktopk.errors import ConfigError, OkTopkError, UnsupportedError
+from oktopk.front_ends.attached import AttachedReducer
 from oktopk.front_ends.broadcast import broadcast_
+from oktopk.front_ends.clipping import NormClip, require_limit, scale_of
 from oktopk.front_ends.memory import keep_freed_memory
-from oktopk.front_ends.names import names_of
-from oktopk.front_ends.parameter_buckets import Named, ParameterBucket, in_buckets, in_one_bucket
-from oktopk.reducer import Reducer
+from oktopk.front_ends.options import FrontEndOptions
+from oktopk.front_ends.parameter_buckets import ParameterBucket, in_buckets, in_one_bucket
+from oktopk.front_ends.parameters import Named, named_parameters, refuse_unsupported, sparse_gradient
 
 
 class DistributedOptimizer(Optimizer):
@@ -25,7 +28,8 @@ class DistributedOptimizer(Optimizer):
 
     `model` is the module, or its `named_parameters()` (then pass `buffers` too, if there are any). Rank 0's weights
     and buffers are copied to every rank. `param_groups`, `state`, schedulers, closures, `state_dict` and `zero_grad`
-    are those of the wrapped optimizer; `reducer` holds residuals and records.
+    are those of the wrapped optimizer; `reducer` holds residuals and records. `close` (or the end of a `with` block)
+    takes the hooks off the model, which then trains with any optimizer on this rank alone.
 
     >>> import torch, oktopk
     >>> model = torch.nn.Linear(4, 2)
@@ -33,7 +37,7 @@ class DistributedOptimizer(Optimizer):
     >>> optimizer = oktopk.DistributedOptimizer(optimizer, model, density=0.5, min_numel=0)
     >>> model(torch.ones(1, 4)).sum().backward()
     >>> optimizer.step()
-    >>> optimizer.reducer.close()
+    >>> optimizer.close()
     """
 
     def __init__(
@@ -49,11 +53,11 @@ class DistributedOptimizer(Optimizer):
         norm_clip: float | None = None,
         norm_clip_after: float | None = None,
         fold_learning_rate: bool = False,
-        fuse: str = "bucket",
+        fuse: Literal["bucket", "step"] = "bucket",
         bucket_mb: float = 25.0,
         scaler: Any = None,
-        keep_memory: bool = True,
-        **options: Any,
+        keep_memory: bool = False,
+        **options: Unpack[FrontEndOptions],
     ) -> None:
         """Every rank must do this with the same arguments.
 
@@ -67,25 +71,29 @@ class DistributedOptimizer(Optimizer):
             (`mallopt` of glibc) instead of asking the system for it anew.
         `momentum_correction`, `factor_masking` and others: options of the reducer.
         """
-        _check(optimizer, accumulate, fuse, options)
+        _check(optimizer, accumulate, fuse, norm_clip, norm_clip_after, options)
+        named, buffers = _parameters(optimizer, model, buffers)
+        refuse_unsupported(named, model if isinstance(model, nn.Module) else None, in_one_vector=fuse == "step")
         if scaler is not None:
             options.setdefault("on_nonfinite", "skip")
         self.inner = optimizer
-        self.reducer = Reducer(algorithm, density, warmup_steps=warmup_steps, **options)
-        named, buffers = _parameters(optimizer, model, buffers)
+        self.reducer = AttachedReducer(algorithm, density, warmup_steps=warmup_steps, **options)
         self.reducer.communicate(lambda transport: broadcast_([*(p for _, p in named), *buffers], transport))
         trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
         if keep_memory and any(parameter.device.type == "cpu" for _, parameter in trained):
             keep_freed_memory()
         self._buckets = in_one_bucket(trained) if fuse == "step" else in_buckets(trained, bucket_mb * 2**20)
         self._accumulate, self._scaler, self._fold = accumulate, scaler, fold_learning_rate
-        self._norm_clip, self._norm_clip_after = norm_clip, norm_clip_after
+        self._clip = NormClip(norm_clip, self.reducer.world_size, scaler) if norm_clip is not None else None
+        self._norm_clip_after = norm_clip_after
         self._groups = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
         self._passes: dict[int, int] = {}
         self._under_way: list[torch.futures.Future[Tensor]] = []
-        self._is_synchronised = self._is_paused = False
-        for _, parameter in trained:
-            parameter.register_post_accumulate_grad_hook(self._take)
+        self._is_synchronised = self._is_paused = self._is_closed = False
+        self._names = {id(parameter): name for name, parameter in trained}
+        take = _weakly(self)
+        self._hooks = [parameter.register_post_accumulate_grad_hook(take) for _, parameter in trained]
+        self.reducer.on_close(self._detach)
 
     # -- reducing ------------------------------------------------------------------------------------------------
 
@@ -113,6 +121,8 @@ class DistributedOptimizer(Optimizer):
 
     def _take(self, parameter: Tensor) -> None:
         """A gradient is complete, after `accumulate` backward passes."""
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            raise sparse_gradient(self._names[id(parameter)])
         if self._is_paused:
             return
         if self._is_synchronised:
@@ -123,7 +133,7 @@ class DistributedOptimizer(Optimizer):
                 f"more than accumulate={self._accumulate} backward passes without step(): their gradients are on the "
                 "way already. Raise accumulate, or use no_sync() for all passes but the last."
             )
-        while self._norm_clip is None and len(self._under_way) < len(self._buckets) and self._is_next_ready():
+        while self._clip is None and len(self._under_way) < len(self._buckets) and self._is_next_ready():
             self._submit_next()
 
     def _is_next_ready(self) -> bool:
@@ -131,9 +141,9 @@ class DistributedOptimizer(Optimizer):
         return all(self._passes.get(id(parameter), 0) == self._accumulate for _, parameter in bucket.parameters)
 
     def _submit_next(self) -> None:
-        if not self._under_way and self._scaler is not None and self._scaler.is_enabled():
-            self.reducer.set_gradient_scale(self._scaler.get_scale())
         if not self._under_way:
+            if self._scaler is not None:
+                self.reducer.set_gradient_scale(scale_of(self._scaler))
             self._shrink = self._clip_factor()
         bucket = self._buckets[len(self._under_way)]
         pieces = bucket.take(lambda parameter: self._shrink * self._weight(parameter))
@@ -153,22 +163,36 @@ class DistributedOptimizer(Optimizer):
         return rate
 
     def _clip_factor(self) -> float:
-        if self._norm_clip is None:
+        if self._clip is None:
             return 1.0
-        grads = [p.grad for bucket in self._buckets for _, p in bucket.parameters if p.grad is not None]
-        norm = math.sqrt(sum(float(grad.double().square().sum()) for grad in grads))
-        limit = self._norm_clip / math.sqrt(self.reducer.world_size)
-        # A norm that is not finite is for the reducer to find.
-        return limit / norm if math.isfinite(norm) and norm > limit else 1.0
+        return self._clip.factor(p.grad for bucket in self._buckets for _, p in bucket.parameters if p.grad is not None)
 
     def _begin_again(self) -> None:
         self._passes.clear()
         self._under_way.clear()
 
+    def close(self) -> None:
+        """Leave the process group and the model: its gradients stay on this rank from now on."""
+        self.reducer.close()
+
+    def __enter__(self) -> DistributedOptimizer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _detach(self) -> None:
+        self._is_closed = True
+        self._begin_again()
+        for hook in self._hooks:
+            hook.remove()
+
     # -- being an optimizer --------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Synchronise, then step. A closure is synchronised each time the optimizer calls it."""
+        if self._is_closed:
+            raise OkTopkError("this DistributedOptimizer is closed: step its `inner` to go on with this rank alone.")
         if closure is not None:
             return self.inner.step(lambda: self._evaluate(closure))
         if not self._is_synchronised:
@@ -222,11 +246,33 @@ class DistributedOptimizer(Optimizer):
         return f"DistributedOptimizer({self.inner!r})"
 
 
-def _check(optimizer: Optimizer, accumulate: int, fuse: str, options: dict[str, Any]) -> None:
+def _weakly(optimizer: DistributedOptimizer) -> Callable[[Tensor], None]:
+    """Its hook. Parameters hold their hooks where no garbage collector looks, and the optimizer holds parameters."""
+    known = weakref.ref(optimizer)
+
+    def take(parameter: Tensor) -> None:
+        alive = known()
+        if alive is not None:
+            alive._take(parameter)
+
+    return take
+
+
+def _check(
+    optimizer: Optimizer,
+    accumulate: int,
+    fuse: str,
+    norm_clip: float | None,
+    norm_clip_after: float | None,
+    options: FrontEndOptions,
+) -> None:
     if accumulate < 1:
         raise ConfigError(f"accumulate must be 1 or more, got {accumulate}: it counts backward passes per step.")
     if fuse not in ("bucket", "step"):
         raise ConfigError(f"fuse must be 'bucket' or 'step', got {fuse!r}.")
+    for name, limit in {"norm_clip": norm_clip, "norm_clip_after": norm_clip_after}.items():
+        if limit is not None:
+            require_limit(name, limit)
     momenta = [group["momentum"] for group in optimizer.param_groups if group.get("momentum")]
     if options.get("momentum_correction") and momenta:
         raise ConfigError(
@@ -240,8 +286,7 @@ def _parameters(
 ) -> tuple[list[Named], list[Tensor]]:
     """Named parameters and buffers; every parameter of the optimizer must have a name."""
     if isinstance(model, nn.Module):
-        names = names_of(model)
-        named = [(names[id(parameter)], parameter) for parameter in model.parameters()]
+        named = named_parameters(model)
         buffers = [*buffers, *model.buffers()]
     else:
         named = list(model)

@@ -9,7 +9,7 @@ from functools import reduce
 import torch
 from torch import Tensor, nn
 
-Named = tuple[str, nn.Parameter]
+from oktopk.front_ends.parameters import Named
 
 
 @dataclass(frozen=True)

@@ -261,6 +261,7 @@ class Trainer:
             momentum_correction=config.momentum_correction,
             factor_masking=config.factor_masking,
             fold_learning_rate=config.fold_learning_rate,
+            keep_memory=True,
             **config.algorithm_options,
         )
 

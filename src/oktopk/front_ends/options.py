@@ -1,0 +1,23 @@
+"""What front ends pass on to their reducer, for editors and type checkers."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+from oktopk.config import Options
+from oktopk.metrics import Sink
+
+
+class GroupOptions(Options, total=False):
+    """Options of a reducer whose group is given."""
+
+    wire: str  # how values travel: float32, float16, bfloat16, int8
+    metrics: Sink | None  # gets a `StepRecord` of every step
+    timeout: timedelta | float | None  # of every collective; None: that of the process group
+
+
+class FrontEndOptions(GroupOptions, total=False):
+    """Options of a reducer that a front end makes."""
+
+    group: Any  # a ProcessGroup or a Transport; without it that of the model, or all ranks

@@ -1,0 +1,112 @@
+"""What front ends refuse or limit before anything is sent, and the options they take."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, get_type_hints
+
+import pytest
+import torch
+from torch import nn
+
+import oktopk
+from oktopk.config import Options, ReducerConfig
+from oktopk.errors import ConfigError, UnsupportedError
+from oktopk.front_ends.clipping import NormClip
+from oktopk.front_ends.parameters import named_parameters, refuse_unsupported
+from oktopk.reduction.autotune import AutoConfig
+from oktopk.transport import ThreadWorld
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = nn.Parameter(torch.zeros(100, dtype=torch.complex64))
+
+
+def register(model: nn.Module, **options: Any) -> object:
+    return oktopk.register(model, **options)
+
+
+def wrap(model: nn.Module, **options: Any) -> object:
+    return oktopk.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, **options)
+
+
+@pytest.mark.parametrize("front_end", [register, wrap])
+@pytest.mark.parametrize("layer", [nn.Embedding(20, 4, sparse=True), nn.EmbeddingBag(20, 4, sparse=True)])
+def test_sparse_gradients_are_refused_before_training(front_end: Any, layer: nn.Module) -> None:
+    with pytest.raises(UnsupportedError, match=r"gradient of '1.weight' is a sparse tensor.* sparse=False"):
+        front_end(nn.Sequential(nn.Identity(), layer))
+
+
+def test_a_sparse_layer_that_is_not_trained_is_none_of_our_business() -> None:
+    layer = nn.Embedding(20, 4, sparse=True).requires_grad_(False)
+    refuse_unsupported(named_parameters(layer), layer, in_one_vector=True)
+
+
+def test_a_sparse_gradient_of_parameters_without_their_module_is_refused_in_backward() -> None:
+    layer = nn.Embedding(20, 4, sparse=True)
+    inner = torch.optim.SGD(layer.parameters(), lr=0.1)
+    group = ThreadWorld(1).transports()[0]
+    optimizer = oktopk.DistributedOptimizer(inner, layer.named_parameters(), group=group)
+    with pytest.raises(UnsupportedError, match="gradient of 'weight' is a sparse tensor"):
+        layer(torch.tensor([1, 2])).sum().backward()
+    optimizer.close()
+
+
+@pytest.mark.parametrize("front_end", [register, wrap])
+def test_complex_parameters_are_refused_before_training(front_end: Any) -> None:
+    with pytest.raises(UnsupportedError, match=r"'phase' is torch.complex64.*view_as_complex"):
+        front_end(Complex())
+
+
+@pytest.mark.parametrize("front_end", [register, wrap])
+def test_one_vector_over_several_devices_is_refused_before_training(front_end: Any) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    with pytest.raises(UnsupportedError, match=r"on 2 devices \(cpu, meta\).*use fuse='bucket'"):
+        front_end(model, fuse="step")
+
+
+@pytest.mark.parametrize("front_end", [register, wrap])
+@pytest.mark.parametrize("limit", [0.0, -1.0, float("nan")])
+def test_a_limit_that_is_none_is_refused(front_end: Any, limit: float) -> None:
+    with pytest.raises(ConfigError, match=r"norm_clip must be above 0"):
+        front_end(nn.Linear(2, 2), norm_clip=limit)
+
+
+def test_a_gradient_is_clipped_to_its_share_of_the_limit() -> None:
+    grads = [torch.full((50,), 3.0), torch.full((50,), -4.0, dtype=torch.float64)]
+    norm = (50 * 9 + 50 * 16) ** 0.5
+    assert NormClip(2.0, world_size=4).factor(grads) == pytest.approx(2.0 / 2 / norm)
+    assert NormClip(2 * norm + 1e-9, world_size=4).factor(grads) == 1.0
+    assert NormClip(2.0, world_size=4).factor([]) == 1.0
+    assert NormClip(2.0, world_size=4).factor([torch.tensor([float("inf")])]) == 1.0, "for the reducer to find"
+
+
+def test_the_limit_is_in_the_unit_of_gradients_before_a_scaler() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    grads = [torch.full((100,), 1024 * 3.0)]
+    assert NormClip(2.0, 1, scaler).factor(grads) == pytest.approx(NormClip(2.0, 1).factor([torch.full((100,), 3.0)]))
+
+
+def test_the_typed_options_are_the_fields_of_the_configurations() -> None:
+    """What editors complete is what the reducer takes, with the same types."""
+    named = {"density", "warmup_steps", "wire"}  # arguments of their own
+    classes = [ReducerConfig, AutoConfig, *(config for config, _ in oktopk.ALGORITHMS.values())]
+    expected = {
+        field.name: get_type_hints(cls)[field.name]
+        for cls in classes
+        for field in dataclasses.fields(cls)
+        if field.name not in named
+    }
+    assert get_type_hints(Options) == expected
+
+
+def test_freed_memory_is_kept_only_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr("oktopk.front_ends.optimizer.keep_freed_memory", lambda: asked.append(True))
+    for options in ({}, {"keep_memory": True}):
+        model = nn.Linear(2, 2)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        oktopk.DistributedOptimizer(inner, model, group=ThreadWorld(1).transports()[0], **options).close()
+        assert len(asked) == len(options)
