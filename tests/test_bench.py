@@ -17,12 +17,12 @@ import torch
 from oktopk.bench import models
 from oktopk.bench import step as step_module
 from oktopk.bench.allreduce import AllreduceResult, Sweep, bench_allreduce
-from oktopk.bench.cluster import Place, missing_for_emulation, namespaces, open_place
+from oktopk.bench.cluster import Cluster, missing_for_emulation, namespaces, open_cluster
 from oktopk.bench.contenders import EVERYONE, require_known
 from oktopk.bench.network import Network
 from oktopk.bench.overlap import OverlapBench, OverlapResult, bench_overlap
 from oktopk.bench.page import write_page
-from oktopk.bench.runs import header, write_run
+from oktopk.bench.result_file import header, write_results
 from oktopk.bench.step import StepBench, StepResult, bench_step, best
 from oktopk.bench.targets import targets
 from oktopk.cli import main
@@ -65,8 +65,8 @@ def test_steps_are_measured_side_by_side_and_the_kernel_agrees_with_our_meter() 
     ours = ("oktopk float32", "oktopk bfloat16 fused", "oktopk bfloat16 optimizer")
     contenders = ("floor", "ddp dense", "ddp fp16", "powersgd 1", *ours)
     bench = StepBench(numel=NUMEL, contenders=contenders, seconds=0.2, repeats=1)
-    with open_place(2, Network.parse("1gbit")) as place:
-        results = {r.contender: r for r in bench_step(place, bench)}
+    with open_cluster(2, Network.parse("1gbit")) as cluster:
+        results = {r.contender: r for r in bench_step(cluster, bench)}
     assert tuple(results) == contenders
     assert results["floor"].overhead_seconds == 0.0 and results["ddp dense"].speedup == 1.0
     dense = results["ddp dense"]
@@ -82,8 +82,8 @@ def test_steps_are_measured_side_by_side_and_the_kernel_agrees_with_our_meter() 
 @needs_root
 def test_two_ranks_on_a_host_share_its_counter() -> None:
     bench = StepBench(numel=NUMEL, contenders=("floor", "ddp dense"), seconds=0.2, repeats=1)
-    with open_place(2, Network(None), per_host=2) as place:
-        results = {r.contender: r for r in bench_step(place, bench)}
+    with open_cluster(2, Network(None), per_host=2) as cluster:
+        results = {r.contender: r for r in bench_step(cluster, bench)}
     ring = 2 * 4 * NUMEL * 3 / 4
     assert 0.3 * ring < results["ddp dense"].wire_bytes < 1.1 * ring, "one of two ring neighbours is on the same host"
 
@@ -93,20 +93,20 @@ def test_who_waits_for_the_network_is_measured_once_and_the_others_in_every_roun
 ) -> None:
     rounds: list[list[str]] = []
 
-    def run(place: Place, task: str, arguments: dict, limit: float, hear: Callable[[dict], None]) -> None:
+    def run(cluster: Cluster, task: str, arguments: dict, limit: float, hear: Callable[[dict], None]) -> None:
         rounds.append(arguments["contenders"])
         for name in arguments["contenders"]:
             hear(asdict(_step(name, 7.0 if name == "ddp dense" else 0.2)))
 
     monkeypatch.setattr(step_module, "run_ranks", run)
-    results = bench_step(Place(2), StepBench(contenders=("floor", "ddp dense", "oktopk int8"), repeats=3))
+    results = bench_step(Cluster(2), StepBench(contenders=("floor", "ddp dense", "oktopk int8"), repeats=3))
     assert rounds == [["floor", "ddp dense", "oktopk int8"]] + 2 * [["floor", "oktopk int8"]]
     assert [result.contender for result in results] == ["floor", "ddp dense", "oktopk int8"]
 
 
 def test_the_collective_alone_stays_between_its_bounds() -> None:
     sweep = Sweep((100_000,), (0.01,), (2,), ("topka", "oktopk"), ("float32",), repeats=2)
-    results = {r.algorithm: r for r in bench_allreduce(Place(2), sweep)}
+    results = {r.algorithm: r for r in bench_allreduce(Cluster(2), sweep)}
     # 32-bit values and about 8 bits of index, once for topka; a histogram of 5 kB comes on top for oktopk.
     assert 2.0 < results["topka"].words_over_k < 2.0 * 2
     assert 2.0 < results["oktopk"].words_over_k < 6.0
@@ -115,11 +115,11 @@ def test_the_collective_alone_stays_between_its_bounds() -> None:
 
 def test_a_world_larger_than_the_place_is_refused() -> None:
     with pytest.raises(ConfigError, match="2 to 2"):
-        bench_allreduce(Place(2), Sweep(world_sizes=(4,)))
+        bench_allreduce(Cluster(2), Sweep(world_sizes=(4,)))
 
 
 def test_overlap_is_measured_both_ways() -> None:
-    result = bench_overlap(Place(2), OverlapBench(numel=NUMEL, batch=4, bucket_cap_mb=0.05, steps=2))
+    result = bench_overlap(Cluster(2), OverlapBench(numel=NUMEL, batch=4, bucket_cap_mb=0.05, steps=2))
     assert result.buckets >= 2 and min(result.overlapped, result.serialised, result.floor) > 0
 
 
@@ -154,14 +154,15 @@ def test_the_page_has_machine_commands_spread_and_plots(tmp_path: Path) -> None:
         "bytes_per_pair": {"float32": 5.0, "float16": 3.0, "bfloat16": 3.0, "int8": 2.0},
         "density": 0.01, "round_seconds": 1e-5, "message_seconds": 5e-6, "stack_bytes_per_second": 1e9, "cores": 2,
     }  # fmt: skip
-    place = Place(4, Network(1e9), notes=("a note for readers",))
-    emulated = type("Emulated", (Place,), {"emulated": True})(**vars(place))
-    write_run(tmp_path / "bench" / "step-1gbit.jsonl", header("step", "oktopk bench step", emulated, costs), steps)
+    cluster = Cluster(4, Network(1e9), notes=("a note for readers",))
+    emulated = type("Emulated", (Cluster,), {"emulated": True})(**vars(cluster))
+    folder = tmp_path / "bench"
+    write_results(folder / "step-1gbit.jsonl", header("step", "oktopk bench step", emulated, costs), steps)
     volumes = [_volume(size, size / 2, name) for name in ("topka", "oktopk") for size in (2, 16)]
-    write_run(tmp_path / "bench" / "scaling.jsonl", header("scaling", "oktopk bench scaling", place), volumes)
-    write_run(tmp_path / "bench" / "allreduce.jsonl", header("allreduce", "oktopk bench allreduce", place), volumes)
+    write_results(folder / "scaling.jsonl", header("scaling", "oktopk bench scaling", cluster), volumes)
+    write_results(folder / "allreduce.jsonl", header("allreduce", "oktopk bench allreduce", cluster), volumes)
     overlap = OverlapResult(overlapped=1.2, serialised=2.0, floor=1.0, buckets=4)
-    write_run(tmp_path / "bench" / "overlap.jsonl", header("overlap", "oktopk bench overlap", place), [overlap])
+    write_results(folder / "overlap.jsonl", header("overlap", "oktopk bench overlap", cluster), [overlap])
     page = write_page(tmp_path, "oktopk bench all").read_text()
     for expected in ("oktopk bench step", "a note for readers", "processor", "spread", "80%", "10000", "missed"):
         assert expected in page

@@ -11,19 +11,19 @@ from pathlib import Path
 import pytest
 
 from oktopk.bench import cluster as cluster_module
-from oktopk.bench import launch
+from oktopk.bench import processes
 from oktopk.bench.cluster import (
     Cluster,
-    Place,
+    EmulatedCluster,
     emulated_cluster,
     missing_for_emulation,
     namespaces,
-    open_place,
+    open_cluster,
     remove_leftovers,
 )
-from oktopk.bench.launch import run_ranks
 from oktopk.bench.network import Network, parse_rate, parse_seconds, rate_label
-from oktopk.bench.rank import World
+from oktopk.bench.processes import run_ranks
+from oktopk.bench.rank import RankContext
 from oktopk.errors import ClusterError, CommunicationError, ConfigError, PeerError
 
 missing = missing_for_emulation()
@@ -39,14 +39,14 @@ with emulated_cluster(2, Network.parse("1gbit")) as cluster:
 """
 
 
-def die(world: World, victim: int) -> None:
+def die(context: RankContext, victim: int) -> None:
     """A task in which one rank leaves without a word and the others wait for it."""
-    if world.rank == victim:
+    if context.rank == victim:
         print("the victim's last words", file=sys.stderr, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def wait_for_ever(world: World) -> None:
+def wait_for_ever(context: RankContext) -> None:
     signal.pause()
 
 
@@ -74,16 +74,16 @@ def test_a_latency_is_read_and_an_absurd_one_refused() -> None:
 
 @pytest.mark.parametrize("hosts", [0, -1, 255])
 def test_more_hosts_than_addresses_are_refused(hosts: int) -> None:
-    with pytest.raises(ConfigError, match=str(hosts)), open_place(hosts, Network(None)):
+    with pytest.raises(ConfigError, match=str(hosts)), open_cluster(hosts, Network(None)):
         pass
 
 
 def test_without_the_tools_it_runs_on_loopback_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster_module, "_search_path", lambda: "/nonexistent")
-    with open_place(2, Network.parse("1gbit")) as place:
-        assert not place.emulated
-        assert place.network.bits_per_second is None, "numbers from loopback must never be labelled 1gbit"
-        assert "'ip' is missing" in place.notes[0] and "iproute2" in place.notes[0]
+    with open_cluster(2, Network.parse("1gbit")) as cluster:
+        assert not cluster.emulated
+        assert cluster.network.bits_per_second is None, "numbers from loopback must never be labelled 1gbit"
+        assert "'ip' is missing" in cluster.notes[0] and "iproute2" in cluster.notes[0]
     with pytest.raises(ClusterError, match="iproute2"), emulated_cluster(2, Network.parse("1gbit")):
         pass
 
@@ -91,8 +91,8 @@ def test_without_the_tools_it_runs_on_loopback_and_says_why(monkeypatch: pytest.
 def test_without_root_it_runs_on_loopback_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster_module.shutil, "which", lambda tool, path=None: f"/sbin/{tool}")
     monkeypatch.setattr(cluster_module.os, "geteuid", lambda: 1000)
-    with open_place(2, Network.parse("1gbit")) as place:
-        assert "root" in place.notes[0]
+    with open_cluster(2, Network.parse("1gbit")) as cluster:
+        assert "root" in cluster.notes[0]
 
 
 @needs_root
@@ -126,7 +126,7 @@ def test_a_rank_that_dies_is_named_and_nothing_stays() -> None:
 
 def test_ranks_that_never_finish_are_ended() -> None:
     with pytest.raises(CommunicationError, match=r"ranks \[0\] did not finish within 1 s"):
-        run_ranks(Place(1), "test_cluster:wait_for_ever", {}, timeout=1)
+        run_ranks(Cluster(1), "test_cluster:wait_for_ever", {}, timeout=1)
 
 
 def test_a_signal_while_a_rank_starts_does_not_leave_it_behind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,9 +138,9 @@ def test_a_signal_while_a_rank_starts_does_not_leave_it_behind(monkeypatch: pyte
         os.kill(os.getpid(), signal.SIGINT)
         return started[-1]
 
-    monkeypatch.setattr(launch.subprocess, "Popen", signalled)
+    monkeypatch.setattr(processes.subprocess, "Popen", signalled)
     with pytest.raises(KeyboardInterrupt):
-        run_ranks(Place(2), "test_cluster:wait_for_ever", {}, timeout=60)
+        run_ranks(Cluster(2), "test_cluster:wait_for_ever", {}, timeout=60)
     assert [process.returncode for process in started] == [-signal.SIGKILL]
 
 
@@ -177,7 +177,7 @@ def test_leftovers_of_the_dead_are_removed_and_those_of_others_are_not() -> None
 
 
 def test_ranks_of_one_host_share_its_namespace() -> None:
-    cluster = Cluster(2, per_host=2, prefix="oktopk-1-1-0")
+    cluster = EmulatedCluster(2, per_host=2, prefix="oktopk-1-1-0")
     if missing is None:
         hosts = [cluster.command(rank, ["true"])[3] for rank in range(4)]
         assert hosts == [cluster.namespace(0)] * 2 + [cluster.namespace(1)] * 2
@@ -185,7 +185,7 @@ def test_ranks_of_one_host_share_its_namespace() -> None:
 
 @pytest.fixture(autouse=True)
 def _tasks_are_importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
 
 
 def _hold() -> tuple[subprocess.Popen[str], str]:

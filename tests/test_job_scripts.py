@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from oktopk.bench.cluster import Cluster, address, emulated_cluster, missing_for_emulation
+from oktopk.bench.cluster import EmulatedCluster, address, emulated_cluster, missing_for_emulation
 from oktopk.bench.network import Network
 from oktopk.cli.main import main
 from trainings import TOY, strict_rows
@@ -129,7 +129,7 @@ def test_numbers_that_make_no_sense_are_refused(wrong: list[str], capsys: pytest
 
 
 @pytest.fixture
-def two_hosts() -> Iterator[Cluster]:
+def two_hosts() -> Iterator[EmulatedCluster]:
     obstacle = missing_for_emulation()
     if obstacle:
         pytest.skip(f"no emulated hosts: {obstacle}")
@@ -137,7 +137,7 @@ def two_hosts() -> Iterator[Cluster]:
         yield cluster
 
 
-def stand_in_for_hosts(batch: Batch, cluster: Cluster) -> None:
+def stand_in_for_hosts(batch: Batch, cluster: EmulatedCluster) -> None:
     """srun and mpirun that start a command once on each host, under its own name; qsub and sbatch that run a script."""
     (batch.folder / "hosts").write_text(
         "127.0.0.1 localhost\n" + "".join(f"{address(host)} node{host + 1}\n" for host in range(2))
@@ -162,7 +162,7 @@ def stand_in_for_hosts(batch: Batch, cluster: Cluster) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_a_job_trains_on_two_hosts(system: str, batch: Batch, two_hosts: Cluster) -> None:
+def test_a_job_trains_on_two_hosts(system: str, batch: Batch, two_hosts: EmulatedCluster) -> None:
     stand_in_for_hosts(batch, two_hosts)
     options = ["--runs", str(batch.folder), "--name", "run", "--no-tensorboard", "--min-numel", "0", "--epochs", "1"]
     script = batch.write(system, "train", TOY, *options, workers=2)
@@ -174,7 +174,7 @@ def test_a_job_trains_on_two_hosts(system: str, batch: Batch, two_hosts: Cluster
 
 
 @pytest.mark.slow
-def test_a_job_on_two_hosts_that_is_told_to_stop_writes_a_checkpoint(batch: Batch, two_hosts: Cluster) -> None:
+def test_a_job_on_two_hosts_that_is_told_to_stop_writes_a_checkpoint(batch: Batch, two_hosts: EmulatedCluster) -> None:
     stand_in_for_hosts(batch, two_hosts)
     options = ["--runs", str(batch.folder), "--name", "run", "--no-tensorboard", "--epochs", "100000"]
     script = batch.write("slurm", "train", TOY, *options, workers=1)

@@ -19,7 +19,7 @@ from oktopk.bench.planner import (
     recommend,
     speedup,
 )
-from oktopk.bench.runs import Header, read_run, write_run
+from oktopk.bench.result_file import Header, read_results, write_results
 from oktopk.bench.step import StepResult
 from oktopk.bench.validate import compare
 from oktopk.cli import main
@@ -140,8 +140,8 @@ def test_the_better_of_two_measurements_counts_cost_by_cost() -> None:
 
 def test_validation_compares_each_contender_that_the_planner_knows(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
-    write_run(path, _header(), [_result("floor", 0.2), _result("ddp dense", 1.5), _result("oktopk bfloat16", 0.3)])
-    header, rows = read_run(path)
+    write_results(path, _header(), [_result("floor", 0.2), _result("ddp dense", 1.5), _result("oktopk bfloat16", 0.3)])
+    header, rows = read_results(path)
     compared = compare(header, [StepResult(**row) for row in rows])
     assert [c.contender for c in compared] == ["ddp dense", "oktopk bfloat16"]
     assert compared[0].predicted == pytest.approx(1.5, rel=0.2)
@@ -152,7 +152,7 @@ def test_a_file_that_is_no_run_is_refused_with_the_command_that_makes_one(tmp_pa
     (tmp_path / "other.json").write_text("{}")
     for path in (tmp_path / "missing.json", tmp_path / "other.json"):
         with pytest.raises(DataError, match="oktopk bench step"):
-            read_run(path)
+            read_results(path)
 
 
 def test_the_plan_command_prints_a_table_and_one_sentence(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_the_plan_command_prints_a_table_and_one_sentence(capsys: pytest.Capture
 
 def test_the_plan_command_validates_a_run(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
-    write_run(path, _header(), [_result("floor", 0.2), _result("oktopk int8", 0.3)])
+    write_results(path, _header(), [_result("floor", 0.2), _result("oktopk int8", 0.3)])
     assert main(["plan", "--validate", str(path)]) == 0
     assert "worst error" in capsys.readouterr().out
 
@@ -174,7 +174,7 @@ def test_the_plan_command_validates_a_run(capsys: pytest.CaptureFixture, tmp_pat
 def test_a_run_with_costs_of_another_version_is_refused(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     costs = {name: cost for name, cost in MACHINE.to_json().items() if name != "fused_per_entry"}
-    write_run(path, replace(_header(), costs=costs), [_result("floor", 0.2), _result("oktopk int8", 0.3)])
+    write_results(path, replace(_header(), costs=costs), [_result("floor", 0.2), _result("oktopk int8", 0.3)])
     assert main(["plan", "--validate", str(path)]) == 2
     assert "fused_per_entry" in capsys.readouterr().err
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any
 
 import torch.distributed as dist
 
-from oktopk.bench.cluster import Place, open_place
-from oktopk.bench.launch import run_ranks
+from oktopk.bench.cluster import Cluster, open_cluster
 from oktopk.bench.machine import Machine, measure_machine
 from oktopk.bench.network import Network
 from oktopk.bench.probe import one_round, stream
-from oktopk.bench.rank import World
+from oktopk.bench.processes import run_ranks
 
 PROBE_BYTES = 8_000_000
 
@@ -35,24 +33,23 @@ def measure_under_launcher() -> Link | None:
         return None
     dist.init_process_group("gloo")
     try:
-        world: Any = World(dist.get_rank(), dist.get_world_size(), "", os.open(os.devnull, os.O_WRONLY))
-        seconds = [one_round(world) for _ in range(20)]
-        rates = [stream(world, PROBE_BYTES) for _ in range(3)]
-        return Link(world.rank, world.world_size, 8 * max(rates), median(seconds))
+        seconds = [one_round() for _ in range(20)]
+        rates = [stream(PROBE_BYTES) for _ in range(3)]
+        return Link(dist.get_rank(), dist.get_world_size(), 8 * max(rates), median(seconds))
     finally:
         dist.destroy_process_group()
 
 
-def measure_machine_in(place: Place, density: float) -> Machine:
-    """The machine's costs, with rounds as they are in this place."""
-    record = run_ranks(place, "oktopk.bench.probe:measure", {"nbytes": 1000}, timeout=120)[0][0]
+def measure_machine_in(cluster: Cluster, density: float) -> Machine:
+    """The machine's costs, with rounds as they are in this cluster."""
+    record = run_ranks(cluster, "oktopk.bench.probe:measure", {"nbytes": 1000}, timeout=120)[0][0]
     return replace(measure_machine(density), round_seconds=record["round_seconds"])
 
 
 def measure_here(hosts: int, network: Network, per_host: int) -> tuple[Link, tuple[str, ...]]:
     """The link between emulated hosts, or loopback; and what must be known of it."""
-    with open_place(hosts, network, per_host) as place:
-        record = run_ranks(place, "oktopk.bench.probe:measure", {"nbytes": PROBE_BYTES}, timeout=120)[0][0]
-        notes = place.notes
+    with open_cluster(hosts, network, per_host) as cluster:
+        record = run_ranks(cluster, "oktopk.bench.probe:measure", {"nbytes": PROBE_BYTES}, timeout=120)[0][0]
+        notes = cluster.notes
     link = Link(0, hosts * per_host, 8 * record["bytes_per_second"], record["round_seconds"])
     return link, notes

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from oktopk.algorithms import ALGORITHMS
-from oktopk.bench.cluster import Place
+from oktopk.bench.cluster import Cluster
 from oktopk.bench.cost_model import predict
-from oktopk.bench.launch import run_ranks
-from oktopk.bench.rank import World
+from oktopk.bench.processes import run_ranks
+from oktopk.bench.rank import RankContext
 from oktopk.config import WIRES, require_density
 from oktopk.errors import ConfigError, nearest
 from oktopk.metrics import StepRecord
@@ -78,43 +78,43 @@ class AllreduceResult:
 
 
 def bench_allreduce(
-    place: Place, sweep: Sweep, on_result: Callable[[AllreduceResult], None] = lambda result: None
+    cluster: Cluster, sweep: Sweep, on_result: Callable[[AllreduceResult], None] = lambda result: None
 ) -> list[AllreduceResult]:
-    """Measure every combination in the place, whose ranks must suffice for the largest world."""
-    if max(sweep.world_sizes) > place.world_size or min(sweep.world_sizes) < 2:
-        raise ConfigError(f"world sizes must be 2 to {place.world_size} (hosts x per-host), got {sweep.world_sizes}.")
+    """Measure every combination in the cluster, whose ranks must suffice for the largest world."""
+    if max(sweep.world_sizes) > cluster.world_size or min(sweep.world_sizes) < 2:
+        raise ConfigError(f"world sizes must be 2 to {cluster.world_size} (hosts x per-host), got {sweep.world_sizes}.")
     results: list[AllreduceResult] = []
     for world_size in sweep.world_sizes:
-        results += _bench_world(first_hosts(place, world_size), sweep, on_result)
+        results += _bench_world(first_hosts(cluster, world_size), sweep, on_result)
     return results
 
 
-def _bench_world(place: Place, sweep: Sweep, on_result: Callable[[AllreduceResult], None]) -> list[AllreduceResult]:
+def _bench_world(cluster: Cluster, sweep: Sweep, on_result: Callable[[AllreduceResult], None]) -> list[AllreduceResult]:
     combinations = list(product(sweep.numels, sweep.densities, sweep.algorithms, sweep.wires))
     arguments = {"combinations": [c for c in combinations if not _repeats_dense(c, sweep)], "repeats": sweep.repeats}
     records = run_ranks(
-        place, "oktopk.bench.allreduce:measure", arguments, 120.0 + 90.0 * len(combinations),
+        cluster, "oktopk.bench.allreduce:measure", arguments, 120.0 + 90.0 * len(combinations),
         lambda record: on_result(AllreduceResult(**record)),
     )  # fmt: skip
     return [AllreduceResult(**record) for record in records[0]]
 
 
-def first_hosts(place: Place, world_size: int) -> Place:
-    """The same place with fewer ranks."""
-    per_host = min(place.per_host, world_size)
+def first_hosts(cluster: Cluster, world_size: int) -> Cluster:
+    """The same cluster with fewer ranks."""
+    per_host = min(cluster.per_host, world_size)
     if world_size % per_host:
         raise ConfigError(f"{world_size} ranks do not fill hosts of {per_host}.")
-    return replace(place, hosts=world_size // per_host, per_host=per_host)
+    return replace(cluster, hosts=world_size // per_host, per_host=per_host)
 
 
-def measure(world: World, combinations: Sequence[Sequence[Any]], repeats: int) -> None:
+def measure(context: RankContext, combinations: Sequence[Sequence[Any]], repeats: int) -> None:
     """The work of one rank."""
     for numel, density, algorithm, wire in combinations:
         record = _measure_one(numel, density, algorithm, wire, repeats)
-        rounds = predict(algorithm, numel, max(1, round(density * numel)), world.world_size, wire).rounds
-        if world.rank == 0:
-            world.emit(
-                algorithm=algorithm, wire=wire, numel=numel, density=density, world_size=world.world_size,
+        rounds = predict(algorithm, numel, max(1, round(density * numel)), context.world_size, wire).rounds
+        if context.rank == 0:
+            context.emit(
+                algorithm=algorithm, wire=wire, numel=numel, density=density, world_size=context.world_size,
                 rounds=rounds, **record,
             )  # fmt: skip
 

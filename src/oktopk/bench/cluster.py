@@ -1,7 +1,7 @@
 """Hosts that exist only on this machine: one network namespace each, joined by a switch of a given rate.
 
-with open_place(hosts=4, network=Network.parse("1gbit")) as place:
-    results = run_ranks(place, "oktopk.bench.step:measure", {...})
+with open_cluster(hosts=4, network=Network.parse("1gbit")) as cluster:
+    results = run_ranks(cluster, "oktopk.bench.step:measure", {...})
 
     host 0 [eth0] ---- [p0] switch [p1] ---- [eth0] host 1        a token-bucket filter on both ends of each pair
 
@@ -39,7 +39,7 @@ _serial = count()
 
 
 @dataclass(frozen=True)
-class Place:
+class Cluster:
     """Where ranks run. This one is loopback: all on this machine, over an interface that nothing shapes."""
 
     hosts: int
@@ -61,7 +61,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Cluster(Place):
+class EmulatedCluster(Cluster):
     """An emulated cluster that stands."""
 
     prefix: str = PREFIX
@@ -82,7 +82,7 @@ class Cluster(Place):
 
 
 @contextmanager
-def open_place(hosts: int, network: Network, per_host: int = 1) -> Iterator[Place]:
+def open_cluster(hosts: int, network: Network, per_host: int = 1) -> Iterator[Cluster]:
     """An emulated cluster, or loopback with the reason in its notes where none can be made."""
     require_sizes(hosts, per_host)
     missing = missing_for_emulation()
@@ -91,11 +91,11 @@ def open_place(hosts: int, network: Network, per_host: int = 1) -> Iterator[Plac
             yield cluster
         return
     note = f"no emulated network: {missing}. All ranks share loopback, unshaped. {REMEDY}"
-    yield Place(hosts, per_host=per_host, notes=(note,))
+    yield Cluster(hosts, per_host=per_host, notes=(note,))
 
 
 @contextmanager
-def emulated_cluster(hosts: int, network: Network, per_host: int = 1) -> Iterator[Cluster]:
+def emulated_cluster(hosts: int, network: Network, per_host: int = 1) -> Iterator[EmulatedCluster]:
     """Build the hosts, hand them over, and remove them whatever happens, Ctrl-C and SIGTERM included."""
     require_sizes(hosts, per_host)
     missing = missing_for_emulation()
@@ -105,7 +105,7 @@ def emulated_cluster(hosts: int, network: Network, per_host: int = 1) -> Iterato
     prefix = f"{_owner_prefix(os.getpid())}-{next(_serial)}"
     with signals_raise():
         try:
-            yield _build(Cluster(hosts, network, per_host, prefix=prefix))
+            yield _build(EmulatedCluster(hosts, network, per_host, prefix=prefix))
         finally:
             with signals_ignored():
                 _remove([name for name in namespaces() if name.startswith(f"{prefix}-")])
@@ -150,7 +150,7 @@ def require_sizes(hosts: int, per_host: int) -> None:
         raise ConfigError(f"per_host must be 1 or more ranks, got {per_host}.")
 
 
-def _build(cluster: Cluster) -> Cluster:
+def _build(cluster: EmulatedCluster) -> EmulatedCluster:
     """Namespaces, the bridge, a shaped pair of interfaces per host."""
     _ip("netns", "add", cluster.switch)
     _ip("-n", cluster.switch, "link", "add", "br0", "type", "bridge")
@@ -164,7 +164,7 @@ def _build(cluster: Cluster) -> Cluster:
     return cluster
 
 
-def _add_host(cluster: Cluster, host: int) -> None:
+def _add_host(cluster: EmulatedCluster, host: int) -> None:
     name, port = cluster.namespace(host), f"p{host}"
     _ip("netns", "add", name)
     _ip("-n", name, "link", "set", "lo", "up")
@@ -174,7 +174,7 @@ def _add_host(cluster: Cluster, host: int) -> None:
     _ip("-n", name, "link", "set", INTERFACE, "up")
 
 
-def _shape(cluster: Cluster, host: int) -> bool:
+def _shape(cluster: EmulatedCluster, host: int) -> bool:
     """Limit the rate at both ends, delay at the host's end; False if the kernel cannot delay."""
     delayed = bool(cluster.network.latency) and _delay(cluster, host)
     rate = cluster.network.bits_per_second
@@ -185,7 +185,7 @@ def _shape(cluster: Cluster, host: int) -> bool:
     return delayed
 
 
-def _delay(cluster: Cluster, host: int) -> bool:
+def _delay(cluster: EmulatedCluster, host: int) -> bool:
     packets = str(max(1000, int((cluster.network.bits_per_second or 1e10) * (cluster.network.latency + 0.1) / 8000)))
     delay = ["netem", "delay", f"{cluster.network.latency * 1e6:.0f}us", "limit", packets]
     with suppress(ClusterError):

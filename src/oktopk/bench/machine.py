@@ -90,7 +90,7 @@ def _per_entry(density: float, numel: int) -> dict[str, float]:
     def exact() -> None:
         kernels.all_below(grad, inf)
         kernels.accumulate_(residual, grad, k)
-        _settle(kernels, residual, k, mean)
+        _select_retain_fill(kernels, residual, k, mean)
 
     def gaussian() -> None:
         exact()
@@ -118,12 +118,12 @@ def _fused_per_entry(density: float, numel: int) -> float:
 
     def fused() -> None:
         kernels.add(total, residual, [grad], k)
-        _settle(kernels, total, k, mean)
+        _select_retain_fill(kernels, total, k, mean)
 
     return _best(fused) / numel
 
 
-def _settle(kernels: Kernels, acc: Tensor, k: int, mean: Tensor) -> None:
+def _select_retain_fill(kernels: Kernels, acc: Tensor, k: int, mean: Tensor) -> None:
     chosen, _ = kernels.select_topk(acc, k)
     kernels.retain_(acc, chosen)
     kernels.fill_([mean], chosen, 0.25)

@@ -15,10 +15,10 @@ from oktopk.workloads import workload_classes
 WIDTH = 1024
 BATCH = 2  # few samples: gradients as large as the model, little arithmetic, so the network is what is measured
 
-Step = tuple[nn.Module, Callable[[nn.Module], Tensor]]  # a model, and the loss of it on the next batch
+Loss = Callable[[nn.Module], Tensor]  # of a model on the next batch
 
 
-def synthetic(numel: int, rank: int, batch: int = BATCH) -> Step:
+def synthetic(numel: int, rank: int, batch: int = BATCH) -> tuple[nn.Module, Loss]:
     """A multilayer perceptron of exactly `numel` parameters, fed with other noise on every rank and step."""
     model = Synthetic(numel)
     noise = torch.Generator().manual_seed(1000 + rank)
@@ -30,7 +30,7 @@ def synthetic(numel: int, rank: int, batch: int = BATCH) -> Step:
     return model, loss
 
 
-def workload(name: str, rank: int, world_size: int) -> Step:
+def workload(name: str, rank: int, world_size: int) -> tuple[nn.Module, Loss]:
     """The model and batches of a workload: "speech:lstman4", or "vision" for its default preset."""
     kind, _, preset = name.partition(":")
     config_class, workload_class = workload_classes(kind)

@@ -1,6 +1,5 @@
 """Does synchronisation hide behind backward? The same buckets, reduced while backward runs and after it."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
@@ -8,19 +7,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from oktopk.bench import models
-from oktopk.bench.cluster import Place
-from oktopk.bench.launch import run_ranks
-from oktopk.bench.rank import World
+from oktopk.bench.cluster import Cluster
+from oktopk.bench.processes import run_ranks
+from oktopk.bench.rank import RankContext
 from oktopk.errors import ConfigError
 from oktopk.reducer import Reducer
 
 WARMUP = 3
-Loss = Callable[[nn.Module], Tensor]
 
 
 @dataclass(frozen=True)
@@ -56,42 +54,41 @@ class OverlapResult:
         return (self.serialised - self.overlapped) / cost if cost > 0 else 0.0
 
 
-def bench_overlap(place: Place, bench: OverlapBench) -> OverlapResult:
-    """Measure both ways in one run, in turns."""
-    records = run_ranks(place, "oktopk.bench.overlap:measure", vars(bench), 60.0 + 60.0 * bench.steps)
+def bench_overlap(cluster: Cluster, bench: OverlapBench) -> OverlapResult:
+    """Measure every variant in one run, in turns."""
+    records = run_ranks(cluster, "oktopk.bench.overlap:measure", vars(bench), 60.0 + 60.0 * bench.steps)
     return OverlapResult(**records[0][0])
 
 
-def measure(
-    world: World, numel: int, batch: int, algorithm: str, density: float, wire: str, bucket_cap_mb: float, steps: int
-) -> None:
+def measure(context: RankContext, **options: Any) -> None:
     """The work of one rank."""
+    bench = OverlapBench(**options)
     times: dict[str, list[float]] = {"overlapped": [], "serialised": [], "floor": []}
-    ways = {
-        way: _Way(way, Reducer(algorithm, density, wire=wire), numel, batch, world.rank, bucket_cap_mb) for way in times
-    }
-    for step in range(WARMUP + steps):
-        for name, way in ways.items():
-            seconds = way.step()
+    variants = {name: _Variant(name, bench, context.rank) for name in times}
+    for step in range(WARMUP + bench.steps):
+        for name, variant in variants.items():
+            seconds = variant.step()
             if step >= WARMUP:
                 times[name].append(seconds)
     slowest = {name: _slowest(seconds) for name, seconds in times.items()}
-    if world.rank == 0:
-        world.emit(**slowest, buckets=ways["serialised"].buckets)
-    for way in ways.values():
-        way.reducer.close()
+    if context.rank == 0:
+        context.emit(**slowest, buckets=variants["serialised"].buckets)
+    for variant in variants.values():
+        variant.reducer.close()
 
 
-class _Way:
+class _Variant:
     """A model whose buckets are reduced at once, after backward, or never."""
 
-    def __init__(self, way: str, reducer: Reducer, numel: int, batch: int, rank: int, cap_mb: float) -> None:
+    def __init__(self, name: str, bench: OverlapBench, rank: int) -> None:
         torch.manual_seed(0)
-        self.reducer, self.buckets = reducer, 0
-        self._way, self._waiting = way, list[tuple[list[tuple[str, int]], Tensor]]()
-        model, self._loss = models.synthetic(numel, rank, batch)
+        self.reducer, self.buckets = Reducer(bench.algorithm, bench.density, wire=bench.wire), 0
+        self._name, self._waiting = name, list[tuple[list[tuple[str, int]], Tensor]]()
+        model, self._loss = models.synthetic(bench.numel, rank, bench.batch)
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._ddp = DistributedDataParallel(model, bucket_cap_mb=cap_mb, gradient_as_bucket_view=True, init_sync=False)
+        self._ddp = DistributedDataParallel(
+            model, bucket_cap_mb=bench.bucket_cap_mb, gradient_as_bucket_view=True, init_sync=False
+        )
         self._ddp.register_comm_hook(self, _hook)
         self._optimizer = torch.optim.SGD(self._ddp.parameters(), lr=1e-4)
 
@@ -109,16 +106,16 @@ class _Way:
     def take(self, bucket: Any) -> torch.futures.Future[Tensor]:
         layout = [(self._names[id(parameter)], parameter.numel()) for parameter in bucket.parameters()]
         self.buckets = max(self.buckets, bucket.index() + 1)
-        if self._way == "overlapped":
+        if self._name == "overlapped":
             return self.reducer.submit(layout, bucket.buffer())
-        if self._way == "serialised":
+        if self._name == "serialised":
             self._waiting.append((layout, bucket.buffer()))
         done: torch.futures.Future[Tensor] = torch.futures.Future()
         done.set_result(bucket.buffer())
         return done
 
 
-def _hook(state: _Way, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _hook(state: _Variant, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     return state.take(bucket)
 
 

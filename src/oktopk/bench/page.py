@@ -9,18 +9,18 @@ from typing import Any
 
 from oktopk.bench import plots
 from oktopk.bench.allreduce import AllreduceResult
+from oktopk.bench.machine import Machine
 from oktopk.bench.overlap import OverlapResult
-from oktopk.bench.planner import LINKS, best_sparse, recommend, speedup
-from oktopk.bench.runs import Header, read_run
+from oktopk.bench.planner import CLUSTER_SIZES, LINKS, best_sparse, recommend, speedup
+from oktopk.bench.result_file import Header, read_results
 from oktopk.bench.step import StepResult
 from oktopk.bench.targets import FIXED, Target, targets
-from oktopk.bench.validate import compare, machine_of, read_steps, scenario_of
+from oktopk.bench.validate import compare, read_steps, scenario_of
 from oktopk.plotting.drawing import Drawing, write_svg
 from oktopk.plotting.frame import Axis
 
 STEP_RUNS = ("step-100mbit", "step-1gbit", "step-10gbit", "step-loopback")
 PART_NAMES = (*STEP_RUNS, "allreduce", "scaling", "overlap")
-CLUSTERS = (2, 4, 8, 16, 64, 256, 1024, 10_000)
 StepRun = tuple[Header, list[StepResult]]
 
 
@@ -38,7 +38,7 @@ def write_page(docs: Path, command: str) -> Path:
 
 
 def _intro(docs: Path, command: str) -> str:
-    runs = [read_run(path)[0] for path in sorted((docs / "bench").glob("*.jsonl"))]
+    runs = [read_results(path)[0] for path in sorted((docs / "bench").glob("*.jsonl"))]
     machine = runs[0].machine if runs else {}
     described = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in machine.items())
     fixed = ", ".join(f"*{name}*" for name in FIXED)
@@ -119,7 +119,7 @@ def _collective_section(docs: Path) -> list[str]:
     results = _allreduces(docs / "bench" / "allreduce.jsonl")
     if not results:
         return []
-    header = read_run(docs / "bench" / "allreduce.jsonl")[0]
+    header = read_results(docs / "bench" / "allreduce.jsonl")[0]
     largest = [r for r in results if r.numel == max(r.numel for r in results)]
     title = f"Volume, {largest[0].world_size} ranks, {largest[0].numel:,} entries"
     figure = _figure(docs, "allreduce", title, plots.volume_against_bounds(largest))
@@ -141,7 +141,7 @@ def _scaling_section(docs: Path) -> list[str]:
     results = _allreduces(docs / "bench" / "scaling.jsonl")
     if not results:
         return []
-    header = read_run(docs / "bench" / "scaling.jsonl")[0]
+    header = read_results(docs / "bench" / "scaling.jsonl")[0]
     title = f"Volume by world size, {results[0].numel:,} entries, density {results[0].density:g}"
     figure = _figure(docs, "scaling", title, plots.volume_by_world(results))
     sizes = sorted({r.world_size for r in results})
@@ -159,7 +159,7 @@ def _overlap_section(docs: Path) -> list[str]:
     path = docs / "bench" / "overlap.jsonl"
     if not path.is_file():
         return []
-    header, rows = read_run(path)
+    header, rows = read_results(path)
     result = OverlapResult(**rows[0])
     shown = {
         "buckets": result.buckets, "overlapped [ms]": f"{result.overlapped * 1e3:.0f}",
@@ -192,18 +192,18 @@ def _plan_section(docs: Path, steps: Mapping[str, StepRun]) -> list[str]:
 def _scale_section(docs: Path, run: StepRun) -> list[str]:
     """On paper: more ranks and other links than this machine can emulate."""
     header, results = run
-    measured = machine_of(header.costs)
+    measured = Machine(**header.costs)
     machine = replace(measured, round_seconds=2 * measured.message_seconds)  # of ranks that share no core
     alone = replace(scenario_of(header, results[0]), ranks_per_core=1.0, compute_seconds=0.1, backward_seconds=0.05)
     curves: dict[str, list[tuple[float, float]]] = {}
     rows = []
     for link, network in LINKS.items():
-        there = [replace(alone, network=network, ranks=ranks) for ranks in CLUSTERS]
+        there = [replace(alone, network=network, ranks=ranks) for ranks in CLUSTER_SIZES]
         best = [best_sparse(s, machine) for s in there]
         gains = [speedup(scenario, machine, choice) for scenario, choice in zip(there, best, strict=True)]
-        curves[link] = list(zip(map(float, CLUSTERS), gains, strict=True))
-        rows.append({"link": link} | {f"P={p}": f"{gain:.1f}x" for p, gain in zip(CLUSTERS, gains, strict=True)})
-        rows[-1]["recommendation at P=16"] = recommend(there[CLUSTERS.index(16)], machine)
+        curves[link] = list(zip(map(float, CLUSTER_SIZES), gains, strict=True))
+        rows.append({"link": link} | {f"P={p}": f"{gain:.1f}x" for p, gain in zip(CLUSTER_SIZES, gains, strict=True)})
+        rows[-1]["recommendation at P=16"] = recommend(there[CLUSTER_SIZES.index(16)], machine)
     figure = _figure(docs, "scale", "Predicted speed-up", plots.speedup_lines(curves, Axis("ranks", log=True)))
     lines = ["### On paper: to 10,000 ranks and over the internet", ""]
     lines += ["Predicted speed-up of the best sparse choice over dense, for the same model with a core of its own per"]
@@ -227,7 +227,7 @@ def _steps(path: Path) -> StepRun | None:
 
 
 def _allreduces(path: Path) -> list[AllreduceResult]:
-    return [AllreduceResult(**row) for row in read_run(path)[1]] if path.is_file() else []
+    return [AllreduceResult(**row) for row in read_results(path)[1]] if path.is_file() else []
 
 
 def _table(rows: Iterable[Mapping[str, Any]]) -> list[str]:

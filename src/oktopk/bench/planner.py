@@ -21,8 +21,7 @@ FRAMING = 0.957  # payload of a full Ethernet frame over its time on the wire, a
 BUCKET_BYTES = 25 << 20  # DDP's own
 ADVISED = ("float32", "float16", "bfloat16", "int8")  # narrower values: for who has tried what they do to the training
 SLOWEST, FASTEST = 1e5, 1e13  # bits per second between which a break-even is looked for
-
-
+CLUSTER_SIZES = (2, 4, 8, 16, 64, 256, 1024, 10_000)  # hosts, on paper
 LINKS = {
     "datacentre, 10 Gbit/s": Network(1e10, 5e-5),
     "office, 1 Gbit/s": Network(1e9, 2e-4),

@@ -1,6 +1,6 @@
 """The inside of one benchmark process: join the world, run the task, emit records as JSON lines.
 
-Started by `launch.run_ranks`, never by hand: python -m oktopk.bench.rank MODULE:FUNCTION ARGUMENTS FD TIMEOUT
+Started by `processes.run_ranks`, never by hand: python -m oktopk.bench.rank MODULE:FUNCTION ARGUMENTS FD TIMEOUT
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch.distributed as dist
 from oktopk.bench.cluster import interface_bytes
 
 
-class World:
-    """What a task knows of where it runs."""
+class RankContext:
+    """What a task knows of the rank it runs on, and where it puts its records."""
 
     def __init__(self, rank: int, world_size: int, interface: str, writer: int) -> None:
         self.rank, self.world_size, self.interface = rank, world_size, interface
@@ -39,9 +39,9 @@ def main(argv: Sequence[str]) -> None:
     task, arguments, writer, timeout = argv
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=float(timeout)))
-    world = World(dist.get_rank(), dist.get_world_size(), os.environ["GLOO_SOCKET_IFNAME"], int(writer))
+    context = RankContext(dist.get_rank(), dist.get_world_size(), os.environ["GLOO_SOCKET_IFNAME"], int(writer))
     module, function = task.split(":")
-    getattr(import_module(module), function)(world, **json.loads(arguments))
+    getattr(import_module(module), function)(context, **json.loads(arguments))
     dist.barrier()
     dist.destroy_process_group()
 

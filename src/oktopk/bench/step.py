@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from oktopk.bench import models
 from oktopk.bench.advise import measure_machine_in
-from oktopk.bench.cluster import Place
+from oktopk.bench.cluster import Cluster
 from oktopk.bench.contenders import DEFAULT_CAP_MB, EVERYONE, Attached, attach, require_known
-from oktopk.bench.launch import Record, run_ranks
 from oktopk.bench.machine import Machine
-from oktopk.bench.rank import World
+from oktopk.bench.processes import Record, run_ranks
+from oktopk.bench.rank import RankContext
 from oktopk.errors import ConfigError
 from oktopk.front_ends.optimizer import DistributedOptimizer
 
@@ -69,9 +69,9 @@ class StepResult:
 
 
 def bench_step(
-    place: Place, bench: StepBench, on_result: Callable[[StepResult], None] = lambda result: None
+    cluster: Cluster, bench: StepBench, on_result: Callable[[StepResult], None] = lambda result: None
 ) -> list[StepResult]:
-    """Measure every contender in the place; one result each, the floor first.
+    """Measure every contender in the cluster; one result each, the floor first.
 
     Every round has processes of its own: what memory a process keeps, which `DistributedOptimizer` changes for all of
     it, makes a step faster or slower for the rest of its life.
@@ -89,10 +89,10 @@ def bench_step(
         arguments = {
             "numel": bench.numel, "model": bench.model, "density": bench.density,
             "contenders": contenders, "seconds": bench.seconds,
-            "cap_mb": bench.bucket_cap_mb, "counted": place.emulated, "per_host": place.per_host,
+            "cap_mb": bench.bucket_cap_mb, "counted": cluster.emulated, "per_host": cluster.per_host,
         }  # fmt: skip
         limit = 120.0 + len(bench.contenders) * (20 * bench.seconds + 120)
-        run_ranks(place, "oktopk.bench.step:measure", arguments, limit, hear)
+        run_ranks(cluster, "oktopk.bench.step:measure", arguments, limit, hear)
     return best(results)
 
 
@@ -103,12 +103,12 @@ def _still_noisy(bench: StepBench, results: Sequence[StepResult]) -> list[str]:
 
 
 def bench_step_with_costs(
-    place: Place, bench: StepBench, on_result: Callable[[StepResult], None] = lambda result: None
+    cluster: Cluster, bench: StepBench, on_result: Callable[[StepResult], None] = lambda result: None
 ) -> tuple[list[StepResult], Machine]:
     """The steps, and what the planner must know of the machine: its costs before and after, whichever were less."""
-    before = measure_machine_in(place, bench.density)
-    results = bench_step(place, bench, on_result)
-    return results, before.best_with(measure_machine_in(place, bench.density))
+    before = measure_machine_in(cluster, bench.density)
+    results = bench_step(cluster, bench, on_result)
+    return results, before.best_with(measure_machine_in(cluster, bench.density))
 
 
 def best(results: Sequence[StepResult]) -> list[StepResult]:
@@ -129,31 +129,31 @@ def best(results: Sequence[StepResult]) -> list[StepResult]:
 
 
 def measure(
-    world: World, numel: int, model: str, density: float, contenders: Sequence[str], seconds: float, cap_mb: int,
-    counted: bool, per_host: int,
+    context: RankContext, numel: int, model: str, density: float, contenders: Sequence[str], seconds: float,
+    cap_mb: int, counted: bool, per_host: int,
 ) -> None:  # fmt: skip
     """The work of one rank in one round: all contenders, one record each.
 
     The floor is measured again before each of them: the machine may be another one a minute later.
     """
-    floor, floor_loss = _attached("floor", world, numel, model, density, cap_mb)
+    floor, floor_loss = _attached("floor", context, numel, model, density, cap_mb)
     below, is_untouched = 0.0, True  # the last floor; whether no `DistributedOptimizer` made the process keep memory
     for name in contenders:
         if name == "floor":
             attached, loss = floor, floor_loss
         else:
             below = _measure_floor(floor, floor_loss) if is_untouched else below
-            attached, loss = _attached(name, world, numel, model, density, cap_mb)
-        record = _measure_one(world, attached, loss, seconds, counted, per_host)
+            attached, loss = _attached(name, context, numel, model, density, cap_mb)
+        record = _measure_one(context, attached, loss, seconds, counted, per_host)
         if attached is floor:
             below = record["step_seconds"]
         else:
             attached.close()
         is_untouched = is_untouched and not isinstance(attached.optimizer, DistributedOptimizer)
-        if world.rank == 0:
+        if context.rank == 0:
             count = sum(parameter.numel() for parameter in attached.model.parameters())
             buckets = attached.bucket_mb << 20
-            world.emit(
+            context.emit(
                 contender=name, numel=count, density=density, bucket_bytes=buckets, floor_seconds=below, **record
             )
         del attached, loss
@@ -161,37 +161,42 @@ def measure(
 
 
 def _attached(
-    name: str, world: World, numel: int, model: str, density: float, cap_mb: int
-) -> tuple[Attached, Callable[[nn.Module], Tensor]]:
+    name: str, context: RankContext, numel: int, model: str, density: float, cap_mb: int
+) -> tuple[Attached, models.Loss]:
     torch.manual_seed(0)
     if model:
-        module, loss = models.workload(model, world.rank, world.world_size)
+        module, loss = models.workload(model, context.rank, context.world_size)
     else:
-        module, loss = models.synthetic(numel, world.rank)
+        module, loss = models.synthetic(numel, context.rank)
     return attach(name, module, density, cap_mb), loss
 
 
-def _measure_floor(floor: Attached, loss: Callable[[nn.Module], Tensor]) -> float:
+def _measure_floor(floor: Attached, loss: models.Loss) -> float:
     times = [_timed_step(floor, loss) for _ in range(FLOOR_STEPS + 1)][1:]
     return float(median(_over_ranks(torch.tensor(times), dist.ReduceOp.MAX).tolist()))
 
 
 def _measure_one(
-    world: World, attached: Attached, loss: Callable[[nn.Module], Tensor], seconds: float, counted: bool, per_host: int
+    context: RankContext,
+    attached: Attached,
+    loss: models.Loss,
+    seconds: float,
+    counted: bool,
+    per_host: int,
 ) -> Record:
     for _ in range(attached.warmup):
         probe = _timed_step(attached, loss)
     steps = _agreed_steps(probe, seconds)
-    before, busy = world.wire_bytes()[0], process_time()
+    before, busy = context.wire_bytes()[0], process_time()
     times, phases = [], []
     for _ in range(steps):
         times.append(_timed_step(attached, loss))
         phases.append(attached.phases())
     busy = (process_time() - busy) / steps
     dist.barrier()
-    wire = (world.wire_bytes()[0] - before) / (steps * per_host)
+    wire = (context.wire_bytes()[0] - before) / (steps * per_host)
     slowest = _over_ranks(torch.tensor(times), dist.ReduceOp.MAX)
-    means = _over_ranks(torch.tensor([float(attached.sent()), wire, busy]), dist.ReduceOp.SUM) / world.world_size
+    means = _over_ranks(torch.tensor([float(attached.sent()), wire, busy]), dist.ReduceOp.SUM) / context.world_size
     return {
         "step_seconds": median(slowest.tolist()), "fastest": float(slowest.min()), "slowest": float(slowest.max()),
         "steps": steps, "bytes_sent": round(float(means[0])), "wire_bytes": round(float(means[1])) if counted else -1,
@@ -199,7 +204,7 @@ def _measure_one(
     }  # fmt: skip
 
 
-def _timed_step(attached: Attached, loss: Callable[[nn.Module], Tensor]) -> float:
+def _timed_step(attached: Attached, loss: models.Loss) -> float:
     dist.barrier()
     started = perf_counter()
     attached.optimizer.zero_grad()

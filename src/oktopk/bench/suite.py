@@ -9,11 +9,11 @@ from time import perf_counter
 from typing import Any
 
 from oktopk.bench.allreduce import Sweep, bench_allreduce
-from oktopk.bench.cluster import Place, open_place
+from oktopk.bench.cluster import Cluster, open_cluster
 from oktopk.bench.contenders import EVERYONE
 from oktopk.bench.network import Network
 from oktopk.bench.overlap import OverlapBench, bench_overlap
-from oktopk.bench.runs import busy_notes, header, write_run
+from oktopk.bench.result_file import busy_notes, header, write_results
 from oktopk.bench.step import StepBench, bench_step_with_costs
 from oktopk.errors import ConfigError, nearest
 
@@ -39,7 +39,7 @@ class Part:
     hosts: int
     network: str
     command: str
-    work: Callable[[Place, bool, Say], tuple[Sequence[Any], dict[str, object]]]
+    work: Callable[[Cluster, bool, Say], tuple[Sequence[Any], dict[str, object]]]
 
 
 def parts(quick: bool, only: Sequence[str] = ()) -> list[str]:
@@ -53,41 +53,43 @@ def parts(quick: bool, only: Sequence[str] = ()) -> list[str]:
 def run_part(name: str, folder: Path, quick: bool, say: Say) -> float:
     """Measure one part, write FOLDER/NAME.jsonl, return how many seconds it took."""
     part, started, notes = PARTS[name], perf_counter(), busy_notes()
-    with open_place(part.hosts, Network.parse(part.network)) as place:
-        rows, costs = part.work(place, quick, say)
-        run = header(name.partition("-")[0], part.command, place, costs, notes)
-    write_run(folder / f"{name}.jsonl", run, rows)
+    with open_cluster(part.hosts, Network.parse(part.network)) as cluster:
+        rows, costs = part.work(cluster, quick, say)
+        run = header(name.partition("-")[0], part.command, cluster, costs, notes)
+    write_results(folder / f"{name}.jsonl", run, rows)
     return perf_counter() - started
 
 
-def _step(contenders: tuple[str, ...], repeats: int, seconds: float) -> Callable[[Place, bool, Say], Any]:
-    def work(place: Place, quick: bool, say: Say) -> Any:
+def _step(contenders: tuple[str, ...], repeats: int, seconds: float) -> Callable[[Cluster, bool, Say], Any]:
+    def work(cluster: Cluster, quick: bool, say: Say) -> Any:
         bench = StepBench(contenders=contenders, repeats=repeats, seconds=seconds)
         if quick:
             bench = StepBench(numel=QUICK_NUMEL, contenders=contenders, repeats=1, seconds=0.3)
         results, costs = bench_step_with_costs(
-            place, bench, lambda r: say(f"{r.contender}: {r.step_seconds * 1e3:.0f} ms per step")
+            cluster, bench, lambda r: say(f"{r.contender}: {r.step_seconds * 1e3:.0f} ms per step")
         )
         return results, costs.to_json()
 
     return work
 
 
-def _allreduce(place: Place, quick: bool, say: Say) -> Any:
+def _allreduce(cluster: Cluster, quick: bool, say: Say) -> Any:
     numels = (QUICK_NUMEL // 10,) if quick else (1_000_000, 10_000_000)
-    sweep = Sweep(numels, (0.001, 0.01), (place.world_size,), wires=("float32", "bfloat16"), repeats=2 if quick else 3)
-    return bench_allreduce(place, sweep, lambda r: say(f"{r.algorithm} {r.wire}")), {}
+    sweep = Sweep(
+        numels, (0.001, 0.01), (cluster.world_size,), wires=("float32", "bfloat16"), repeats=2 if quick else 3
+    )
+    return bench_allreduce(cluster, sweep, lambda r: say(f"{r.algorithm} {r.wire}")), {}
 
 
-def _scaling(place: Place, quick: bool, say: Say) -> Any:
+def _scaling(cluster: Cluster, quick: bool, say: Say) -> Any:
     worlds = (2, 4) if quick else (2, 4, 8, 16)
     sweep = Sweep((QUICK_NUMEL // 10 if quick else 2_000_000,), world_sizes=worlds, repeats=2)
-    return bench_allreduce(place, sweep, lambda r: say(f"{r.algorithm}, {r.world_size} ranks")), {}
+    return bench_allreduce(cluster, sweep, lambda r: say(f"{r.algorithm}, {r.world_size} ranks")), {}
 
 
-def _overlap(place: Place, quick: bool, say: Say) -> Any:
+def _overlap(cluster: Cluster, quick: bool, say: Say) -> Any:
     bench = OverlapBench(numel=QUICK_NUMEL, steps=2) if quick else OverlapBench()
-    return [bench_overlap(place, bench)], {}
+    return [bench_overlap(cluster, bench)], {}
 
 
 def _step_part(network: str, contenders: tuple[str, ...], repeats: int, seconds: float) -> Part:

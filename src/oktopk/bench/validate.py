@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from oktopk.bench.machine import Machine
 from oktopk.bench.network import Network
 from oktopk.bench.planner import Scenario, predict_step
-from oktopk.bench.runs import Header, read_run
+from oktopk.bench.result_file import Header, read_results
 from oktopk.bench.step import StepResult
 from oktopk.config import WIRES
 from oktopk.errors import ConfigError, DataError
@@ -36,7 +35,7 @@ def compare(header: Header, results: Sequence[StepResult]) -> list[Comparison]:
     """Predict every algorithm and wire format of a run from its floors, its network and its machine's costs."""
     if header.kind != "step" or not header.costs:
         raise ConfigError(f"only runs of `oktopk bench step` can be validated, got one of kind {header.kind!r}.")
-    machine, compared = machine_of(header.costs), []
+    machine, compared = Machine(**header.costs), []
     for result in results:
         name = "dense float32" if result.contender == "ddp dense" else result.contender
         algorithm, wire, *how = [*name.split(), ""]
@@ -64,15 +63,11 @@ def scenario_of(header: Header, result: StepResult) -> Scenario:
 
 def read_steps(path: Path) -> tuple[Header, list[StepResult]]:
     """A run of `oktopk bench step`, by this version: others measured other things."""
-    header, rows = read_run(path)
+    header, rows = read_results(path)
     if header.kind != "step":
         raise ConfigError(f"{path} is a run of `oktopk bench {header.kind}`; give one of `oktopk bench step`.")
     try:
-        machine_of(header.costs)
+        Machine(**header.costs)
         return header, [StepResult(**row) for row in rows]
     except TypeError as error:
         raise DataError(f"{path} was written by another version ({error}): measure it again.") from error
-
-
-def machine_of(costs: Mapping[str, Any]) -> Machine:
-    return Machine(**costs)

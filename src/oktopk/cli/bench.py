@@ -14,22 +14,22 @@ from oktopk.cli.console import bytes_text, console, table
 
 if TYPE_CHECKING:
     from oktopk.bench.allreduce import AllreduceResult
-    from oktopk.bench.cluster import Place
+    from oktopk.bench.cluster import Cluster
     from oktopk.bench.step import StepResult
 
 COMMANDS: dict[str, str] = {
-    "step": "oktopk.cli.bench:Step",
-    "allreduce": "oktopk.cli.bench:Allreduce",
-    "scaling": "oktopk.cli.bench:Scaling",
-    "overlap": "oktopk.cli.bench:Overlap",
+    "step": "oktopk.cli.bench:BenchStep",
+    "allreduce": "oktopk.cli.bench:BenchAllreduce",
+    "scaling": "oktopk.cli.bench:BenchScaling",
+    "overlap": "oktopk.cli.bench:BenchOverlap",
     "kernels": "oktopk.cli.bench_kernels:BenchKernels",
     "wire": "oktopk.cli.bench_wire:BenchWire",
-    "all": "oktopk.cli.bench:All",
+    "all": "oktopk.cli.bench:BenchAll",
 }
 
 
 @dataclass(frozen=True)
-class Step:
+class BenchStep:
     """Real training steps side by side: DDP dense, fp16, PowerSGD, our algorithms, and no synchronisation (the floor).
 
     The ranks are real processes. As root they run on emulated hosts whose network has the given rate; without root
@@ -56,7 +56,7 @@ class Step:
     def __call__(self) -> int:
         from oktopk.bench.contenders import EVERYONE
         from oktopk.bench.plots import step_times
-        from oktopk.bench.runs import header, write_run
+        from oktopk.bench.result_file import header, write_results
         from oktopk.bench.step import StepBench, bench_step_with_costs
         from oktopk.plotting.drawing import write_svg
 
@@ -64,23 +64,23 @@ class Step:
             self.numel, self.model, self.density, self.contenders or EVERYONE, self.seconds, self.repeats,
             bucket_cap_mb=self.bucket_cap_mb,
         )  # fmt: skip
-        with _place(self.hosts, self.network, self.latency, self.per_host) as place:
+        with _cluster(self.hosts, self.network, self.latency, self.per_host) as cluster:
             with console().status("starting the ranks") as status:
                 results, costs = bench_step_with_costs(
-                    place, bench, lambda r: status.update(f"{r.contender}: {r.step_seconds * 1e3:.0f} ms per step")
+                    cluster, bench, lambda r: status.update(f"{r.contender}: {r.step_seconds * 1e3:.0f} ms per step")
                 )
-            run = header("step", _command(), place, costs.to_json())
-        console().print(table(f"training steps on {_where(place)}", [_step_row(r) for r in results]))
+            run = header("step", _command(), cluster, costs.to_json())
+        console().print(table(f"training steps on {_where(cluster)}", [_step_row(r) for r in results]))
         if self.json:
-            write_run(self.json, run, results)
+            write_results(self.json, run, results)
         if self.plot:
-            path = self.plot / f"step-{place.network.label}.svg"
-            write_svg(path, f"One training step, {_where(place)}", step_times(results))
+            path = self.plot / f"step-{cluster.network.label}.svg"
+            write_svg(path, f"One training step, {_where(cluster)}", step_times(results))
         return 0
 
 
 @dataclass(frozen=True)
-class Allreduce:
+class BenchAllreduce:
     """The collective alone: a sweep over sizes, densities, worlds, algorithms and wire formats.
 
     Volume is given in words over k(P-1)/P: no method can do with less than 2, Ok-Topk never needs more than 6.
@@ -105,17 +105,17 @@ class Allreduce:
     def __call__(self) -> int:
         from oktopk.bench.allreduce import Sweep, bench_allreduce
         from oktopk.bench.plots import volume_against_bounds
-        from oktopk.bench.runs import header, write_run
+        from oktopk.bench.result_file import header, write_results
         from oktopk.plotting.drawing import write_svg
 
         sweep = Sweep(self.numels, self.densities, self.world_sizes, self.algorithms, self.wires, self.repeats)
-        with _place(self.hosts, self.network, self.latency, self.per_host) as place:
+        with _cluster(self.hosts, self.network, self.latency, self.per_host) as cluster:
             with console().status("starting the ranks") as status:
-                results = bench_allreduce(place, sweep, lambda r: status.update(f"{r.algorithm} {r.wire}"))
-            run = header("allreduce", _command(), place)
-        console().print(table(f"the collective alone on {_where(place)}", [_allreduce_row(r) for r in results]))
+                results = bench_allreduce(cluster, sweep, lambda r: status.update(f"{r.algorithm} {r.wire}"))
+            run = header("allreduce", _command(), cluster)
+        console().print(table(f"the collective alone on {_where(cluster)}", [_allreduce_row(r) for r in results]))
         if self.json:
-            write_run(self.json, run, results)
+            write_results(self.json, run, results)
         if self.plot:
             largest = [r for r in results if r.world_size == max(self.world_sizes)]
             title = f"Volume, {max(self.world_sizes)} ranks"
@@ -124,7 +124,7 @@ class Allreduce:
 
 
 @dataclass(frozen=True)
-class Scaling:
+class BenchScaling:
     """One gradient, growing worlds: whose volume grows with the number of ranks?
 
     More ranks than cores are fine: volumes and rounds are exact, only times are labelled oversubscribed.
@@ -143,18 +143,18 @@ class Scaling:
     def __call__(self) -> int:
         from oktopk.bench.allreduce import Sweep, bench_allreduce
         from oktopk.bench.plots import volume_by_world
-        from oktopk.bench.runs import header, write_run
+        from oktopk.bench.result_file import header, write_results
         from oktopk.plotting.drawing import write_svg
 
         sweep = Sweep((self.numel,), (self.density,), self.ranks, wires=(self.wire,), repeats=3)
-        with _place(max(self.ranks), "loopback", "0ms", 1) as place:
+        with _cluster(max(self.ranks), "loopback", "0ms", 1) as cluster:
             with console().status("starting the ranks") as status:
-                results = bench_allreduce(place, sweep, lambda r: status.update(f"{r.algorithm} x{r.world_size}"))
-            run = header("scaling", _command(), place)
+                results = bench_allreduce(cluster, sweep, lambda r: status.update(f"{r.algorithm} x{r.world_size}"))
+            run = header("scaling", _command(), cluster)
         console().print(table("received per rank, by number of ranks", scaling_rows(results)))
         _say_notes(run.notes)
         if self.json:
-            write_run(self.json, run, results)
+            write_results(self.json, run, results)
         if self.plot:
             title = f"Volume by world size, {self.numel:,} entries, density {self.density:g}"
             write_svg(self.plot / "scaling.svg", title, volume_by_world(results))
@@ -162,7 +162,7 @@ class Scaling:
 
 
 @dataclass(frozen=True)
-class Overlap:
+class BenchOverlap:
     """The same buckets reduced while backward runs, and after it: how much of the cost does backward hide?
 
     Example:
@@ -177,32 +177,32 @@ class Overlap:
     density: float = 0.01  # fraction of the gradient sent
     wire: str = "float32"  # value format
     bucket_cap_mb: float = 4.0  # DDP's bucket size; smaller = more buckets, earlier starts, more rounds
-    steps: int = 12  # measured, of each way in turns
+    steps: int = 12  # measured, of each variant in turns
     json: Path | None = None  # file for the results, as JSON lines
 
     def __call__(self) -> int:
         from oktopk.bench.overlap import OverlapBench, bench_overlap
-        from oktopk.bench.runs import header, write_run
+        from oktopk.bench.result_file import header, write_results
 
         bench = OverlapBench(
             self.numel, self.batch, self.algorithm, self.density, self.wire, self.bucket_cap_mb, self.steps
         )
-        with _place(self.hosts, self.network, "0ms", 1) as place, console().status("measuring"):
-            result = bench_overlap(place, bench)
-            run = header("overlap", _command(), place)
+        with _cluster(self.hosts, self.network, "0ms", 1) as cluster, console().status("measuring"):
+            result = bench_overlap(cluster, bench)
+            run = header("overlap", _command(), cluster)
         rows = [
-            {"way": way, "step ms": round(getattr(result, way) * 1e3, 1)}
-            for way in ("overlapped", "serialised", "floor")
+            {"variant": name, "step ms": round(getattr(result, name) * 1e3, 1)}
+            for name in ("overlapped", "serialised", "floor")
         ]
-        console().print(table(f"{self.algorithm}, {result.buckets} buckets, on {_where(place)}", rows))
+        console().print(table(f"{self.algorithm}, {result.buckets} buckets, on {_where(cluster)}", rows))
         console().print(f"backward hides {result.hidden:.0%} of the synchronisation.")
         if self.json:
-            write_run(self.json, run, [result])
+            write_results(self.json, run, [result])
         return 0
 
 
 @dataclass(frozen=True)
-class All:
+class BenchAll:
     """Run every benchmark and write the page docs/benchmarks.md with tables, plots, commands and spread.
 
     Takes about half an hour on two cores; needs root and iproute2 for the emulated networks.
@@ -241,15 +241,15 @@ def scaling_rows(results: Sequence[AllreduceResult]) -> list[Mapping[str, Any]]:
 
 
 @contextmanager
-def _place(hosts: int, network: str, latency: str, per_host: int) -> Iterator[Place]:
-    from oktopk.bench.cluster import open_place
+def _cluster(hosts: int, network: str, latency: str, per_host: int) -> Iterator[Cluster]:
+    from oktopk.bench.cluster import open_cluster
     from oktopk.bench.network import Network
-    from oktopk.bench.runs import busy_notes
+    from oktopk.bench.result_file import busy_notes
 
     notes = busy_notes()
-    with open_place(hosts, Network.parse(network, latency), per_host) as place:
-        _say_notes((*place.notes, *notes))
-        yield replace(place, notes=(*place.notes, *notes))
+    with open_cluster(hosts, Network.parse(network, latency), per_host) as cluster:
+        _say_notes((*cluster.notes, *notes))
+        yield replace(cluster, notes=(*cluster.notes, *notes))
 
 
 def _say_notes(notes: Sequence[str]) -> None:
@@ -257,10 +257,10 @@ def _say_notes(notes: Sequence[str]) -> None:
         console().print(f"note: {note}", markup=False, soft_wrap=True)
 
 
-def _where(place: Place) -> str:
-    kind = "emulated hosts" if place.emulated else "processes on loopback"
-    per_host = f" x {place.per_host} ranks" if place.per_host > 1 else ""
-    return f"{place.hosts} {kind}{per_host}, {place.network.label}"
+def _where(cluster: Cluster) -> str:
+    kind = "emulated hosts" if cluster.emulated else "processes on loopback"
+    per_host = f" x {cluster.per_host} ranks" if cluster.per_host > 1 else ""
+    return f"{cluster.hosts} {kind}{per_host}, {cluster.network.label}"
 
 
 def _command() -> str:

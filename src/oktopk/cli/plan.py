@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from oktopk.bench.machine import Machine
     from oktopk.bench.planner import Prediction, Scenario
 
-SCALES = (2, 4, 8, 16, 64, 256, 1024, 10_000)
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -136,13 +134,13 @@ def _row(prediction: Prediction, dense: Prediction, scenario: Scenario) -> dict[
 
 
 def _print_scales(scenario: Scenario, machine: Machine) -> None:
-    from oktopk.bench.planner import LINKS, best_sparse, speedup
+    from oktopk.bench.planner import CLUSTER_SIZES, LINKS, best_sparse, speedup
 
     rows = []
     for name, network in LINKS.items():
         row: dict[str, Any] = {"link": name}
-        for ranks in SCALES:
-            there = _at(scenario, network=network, ranks=ranks * scenario.ranks_per_host)
+        for ranks in CLUSTER_SIZES:
+            there = replace(scenario, network=network, ranks=ranks * scenario.ranks_per_host)
             row[f"{there.ranks} ranks"] = f"{speedup(there, machine, best_sparse(there, machine)):.1f}x"
         rows.append(row)
     console().print(table("predicted speed-up of the best sparse choice over dense", rows))
@@ -150,7 +148,7 @@ def _print_scales(scenario: Scenario, machine: Machine) -> None:
 
 def _plot(scenario: Scenario, machine: Machine, folder: Path) -> None:
     from oktopk.bench.network import Network
-    from oktopk.bench.planner import LINKS
+    from oktopk.bench.planner import CLUSTER_SIZES, LINKS
     from oktopk.bench.plots import speedup_lines
     from oktopk.plotting.drawing import write_svg
     from oktopk.plotting.frame import Axis
@@ -159,7 +157,7 @@ def _plot(scenario: Scenario, machine: Machine, folder: Path) -> None:
     networks = [Network(rate, scenario.network.latency) for rate in rates]
     by_rate = {
         f"oktopk {wire}": [
-            ((network.bits_per_second or 0.0) / 1e9, _gain(_at(scenario, network=network), machine, wire))
+            ((network.bits_per_second or 0.0) / 1e9, _gain(replace(scenario, network=network), machine, wire))
             for network in networks
         ]
         for wire in ("float32", "bfloat16", "int8")
@@ -168,7 +166,8 @@ def _plot(scenario: Scenario, machine: Machine, folder: Path) -> None:
     paths = [write_svg(folder / "plan-bandwidth.svg", "Speed-up by bandwidth", drawing)]
     by_ranks = {
         name: [
-            (float(n), _gain(_at(scenario, network=net, ranks=n * scenario.ranks_per_host), machine)) for n in SCALES
+            (float(n), _gain(replace(scenario, network=net, ranks=n * scenario.ranks_per_host), machine))
+            for n in CLUSTER_SIZES
         ]
         for name, net in LINKS.items()
     }
@@ -181,10 +180,6 @@ def _gain(scenario: Scenario, machine: Machine, wire: str = "bfloat16") -> float
     from oktopk.bench.planner import predict_step, speedup
 
     return speedup(scenario, machine, predict_step(scenario, machine, "oktopk", wire))
-
-
-def _at(scenario: Scenario, **changes: Any) -> Scenario:
-    return replace(scenario, **changes)
 
 
 def _validate(path: Path) -> int:

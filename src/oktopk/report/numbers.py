@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 from statistics import fmean, median
 
 from oktopk.metrics import PHASES, StepRecord
-from oktopk.report.runs import Run, Step
+from oktopk.report.runs import Run, StepLine
 
 STEP_PHASES = ("data", "forward", "backward", *PHASES, "optimizer")
 WORD = 4  # bytes
@@ -156,24 +156,24 @@ def smooth(y: Sequence[float]) -> list[float]:
     return [median(y[max(0, n - reach) : n + reach + 1]) for n in range(len(y))]
 
 
-def points(run: Run, value: Callable[[Step], float | None], keep: Callable[[Step], bool] = bool) -> Points:
+def points(run: Run, value: Callable[[StepLine], float | None], keep: Callable[[StepLine], bool] = bool) -> Points:
     """Step numbers and values, where there is a value, thinned."""
     pairs = [(float(step.step), value(step)) for step in run.steps if keep(step)]
     known = [(x, y) for x, y in pairs if y is not None]
     return thin([x for x, _ in known], [y for _, y in known])
 
 
-def is_sparse(step: Step) -> bool:
+def is_sparse(step: StepLine) -> bool:
     return _phase(step) == "sparse"
 
 
-def phase_seconds(step: Step) -> dict[str, float]:
+def phase_seconds(step: StepLine) -> dict[str, float]:
     """Seconds of every phase of a step."""
     reduced = dict(step.reduce.seconds) if step.reduce else {}
     return {phase: reduced.get(phase, 0.0) for phase in PHASES} | dict(step.seconds)
 
 
-def _phase(step: Step) -> str | None:
+def _phase(step: StepLine) -> str | None:
     return step.reduce.phase if step.reduce else None
 
 

@@ -14,8 +14,8 @@ from oktopk.metrics import StepRecord
 
 
 @dataclass(frozen=True)
-class Step:
-    """One optimizer step as rank 0 saw it."""
+class StepLine:
+    """One line of steps.jsonl: an optimizer step as rank 0 saw it."""
 
     step: int
     epoch: int = 0
@@ -28,8 +28,8 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Epoch:
-    """One epoch's line."""
+class EpochLine:
+    """One line of epochs.jsonl."""
 
     epoch: int
     train_loss: float | None = None
@@ -73,8 +73,8 @@ class Run:
     path: Path
     config: Mapping[str, Any]  # flattened: "train.lr" -> 0.01
     summary: Mapping[str, Any]
-    steps: Sequence[Step]
-    epochs: Sequence[Epoch]
+    steps: Sequence[StepLine]
+    epochs: Sequence[EpochLine]
     analyses: Sequence[Analysis]
 
     def setting(self, *names: str) -> Any:
@@ -172,8 +172,8 @@ def _latest(records: Iterable[Record], key: Callable[[Record], int]) -> list[Rec
     return [by_key[k] for k in sorted(by_key)]
 
 
-def _step(record: Mapping[str, Any]) -> Step:
-    return Step(
+def _step(record: Mapping[str, Any]) -> StepLine:
+    return StepLine(
         step=int(record.get("step", 0)),
         epoch=int(record.get("epoch", 0)),
         seconds=_numbers(record.get("seconds")),
@@ -182,9 +182,9 @@ def _step(record: Mapping[str, Any]) -> Step:
     )
 
 
-def _epoch(record: Mapping[str, Any]) -> Epoch:
+def _epoch(record: Mapping[str, Any]) -> EpochLine:
     optional = ("train_loss", "sparsity", "compression_ratio", "bytes_per_step", "dense_bytes_per_step", "seconds")
-    return Epoch(
+    return EpochLine(
         epoch=int(record.get("epoch", 0)),
         dense_steps=int(record.get("dense_steps", 0)),
         sparse_steps=int(record.get("sparse_steps", 0)),

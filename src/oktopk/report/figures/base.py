@@ -12,7 +12,7 @@ from oktopk.plotting.lines import Chart, Series, Style, draw_lines
 from oktopk.plotting.scales import tight
 from oktopk.report import numbers
 from oktopk.report.numbers import Progress
-from oktopk.report.runs import Run, Step
+from oktopk.report.runs import Run, StepLine
 
 ANALYZE = "Not recorded: train with --analyze-every N to have it."
 
@@ -60,8 +60,8 @@ def line_figure(
 def per_run(
     runs: Sequence[Run],
     name: str,
-    value: Callable[[Step], float | None],
-    keep: Callable[[Step], bool] = bool,
+    value: Callable[[StepLine], float | None],
+    keep: Callable[[StepLine], bool] = bool,
     style: Style = "line",
     second: int = 0,
 ) -> Iterator[Series]:
@@ -73,11 +73,11 @@ def per_run(
             yield Series(word, x, y, f"c{second}" if alone else color, "line" if alone else style)
 
 
-def of_reduction(name: str) -> Callable[[Step], float | None]:
+def of_reduction(name: str) -> Callable[[StepLine], float | None]:
     return lambda step: float(getattr(step.reduce, name)) if step.reduce else None
 
 
-def over_k(name: str) -> Callable[[Step], float | None]:
+def over_k(name: str) -> Callable[[StepLine], float | None]:
     return lambda step: getattr(step.reduce, name) / step.reduce.k if step.reduce and step.reduce.k else None
 
 

@@ -16,7 +16,7 @@ from oktopk.report.figures.base import (
     per_run,
     switch_marks,
 )
-from oktopk.report.runs import Run, Step
+from oktopk.report.runs import Run, StepLine
 
 
 def resources(runs: Sequence[Run]) -> Iterator[Figure]:
@@ -64,7 +64,7 @@ def _mean_phases(runs: Sequence[Run]) -> Figure:
     return Figure("mean-phases", "Mean step", caption, draw_bars(bars, Axis("per step", "seconds")))
 
 
-def _mean_bar(runs: Sequence[Run], run: Run, phase: str, timed: Sequence[Step]) -> Bar:
+def _mean_bar(runs: Sequence[Run], run: Run, phase: str, timed: Sequence[StepLine]) -> Bar:
     seconds = [numbers.phase_seconds(step) for step in timed]
     parts = [(name, fmean(one.get(name, 0.0) for one in seconds), _phase_color(name)) for name in numbers.STEP_PHASES]
     shown = [part for part in parts if part[1] > 0]

@@ -21,7 +21,7 @@ from oktopk.report.figures.base import (
     switch_marks,
 )
 from oktopk.report.numbers import WORD
-from oktopk.report.runs import Run, Step
+from oktopk.report.runs import Run, StepLine
 
 
 def traffic(runs: Sequence[Run]) -> Iterator[Figure]:
@@ -54,7 +54,7 @@ def _bounds(runs: Sequence[Run]) -> Figure:
     )
 
 
-def _bound(factor: int, world: int) -> Callable[[Step], float | None]:
+def _bound(factor: int, world: int) -> Callable[[StepLine], float | None]:
     return lambda step: factor * step.reduce.k * (world - 1) / world * WORD if step.reduce else None
 
 

@@ -1,4 +1,4 @@
-"""Real processes, one per rank, in a place; records come back while they run, and nobody outlives a failure."""
+"""Real processes, one per rank, in a cluster; records come back while they run, and nobody outlives a failure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pathlib import Path
 from time import monotonic
 from typing import IO, Any, NoReturn
 
-from oktopk.bench.cluster import Place
+from oktopk.bench.cluster import Cluster
 from oktopk.bench.signals import signals_held
 from oktopk.errors import CommunicationError, PeerError
 
@@ -36,7 +36,7 @@ class _Exit:
 
 
 def run_ranks(
-    place: Place,
+    cluster: Cluster,
     task: str,
     arguments: Mapping[str, Any],
     timeout: float = 600.0,
@@ -46,17 +46,17 @@ def run_ranks(
 
     `on_record` sees rank 0's records as they come. If a rank dies, or time is up, all are ended and an error says who.
     """
-    world_size = place.world_size
+    world_size = cluster.world_size
     records: list[list[Record]] = [[] for _ in range(world_size)]
     with tempfile.TemporaryDirectory(prefix="oktopk-bench-") as folder, _processes() as processes:
         events: queue.Queue[_Exit | tuple[int, Record]] = queue.Queue()
-        port = PORT if place.emulated else _free_port()
+        port = PORT if cluster.emulated else _free_port()
         for rank in range(world_size):
             with signals_held():  # a rank that nobody knows yet could not be waited for
-                processes.append(_start(place, rank, port, task, arguments, Path(folder), events, timeout))
+                processes.append(_start(cluster, rank, port, task, arguments, Path(folder), events, timeout))
         for event in _until_all_left(events, world_size, timeout):
             if isinstance(event, _Exit):
-                _fail(event, place, Path(folder))
+                _fail(event, cluster, Path(folder))
             rank, record = event
             records[rank].append(record)
             if rank == 0:
@@ -83,15 +83,16 @@ def _until_all_left(
 
 
 def _start(
-    place: Place, rank: int, port: int, task: str, arguments: Mapping[str, Any], folder: Path,
+    cluster: Cluster, rank: int, port: int, task: str, arguments: Mapping[str, Any], folder: Path,
     events: queue.Queue[_Exit | tuple[int, Record]], timeout: float,
 ) -> subprocess.Popen[bytes]:  # fmt: skip
     reader, writer = os.pipe()
     argv = [sys.executable, "-m", "oktopk.bench.rank", task, json.dumps(dict(arguments)), str(writer), f"{timeout:.0f}"]
     with open(folder / f"{rank}.err", "wb") as stderr:
         process = subprocess.Popen(
-            place.command(rank, argv), env=_environment(place, rank, port), pass_fds=[writer], start_new_session=True,
+            cluster.command(rank, argv), env=_environment(cluster, rank, port), pass_fds=[writer],
             stdin=subprocess.DEVNULL, stdout=stderr, stderr=stderr, preexec_fn=_die_with_parent,
+            start_new_session=True,
         )  # fmt: skip
     os.close(writer)
     threading.Thread(target=_listen, args=(rank, process, os.fdopen(reader), events), daemon=True).start()
@@ -107,10 +108,10 @@ def _listen(
     events.put(_Exit(rank, process.wait()))
 
 
-def _environment(place: Place, rank: int, port: int) -> dict[str, str]:
+def _environment(cluster: Cluster, rank: int, port: int) -> dict[str, str]:
     return os.environ | {
-        "RANK": str(rank), "WORLD_SIZE": str(place.world_size), "LOCAL_RANK": str(rank % place.per_host),
-        "MASTER_ADDR": place.master, "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": place.interface,
+        "RANK": str(rank), "WORLD_SIZE": str(cluster.world_size), "LOCAL_RANK": str(rank % cluster.per_host),
+        "MASTER_ADDR": cluster.master, "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": cluster.interface,
         "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1",
     }  # fmt: skip
 
@@ -137,10 +138,10 @@ def _die_with_parent() -> None:
 _PRCTL = getattr(ctypes.CDLL(None), "prctl", None)  # looked up before the fork, not after
 
 
-def _fail(exit: _Exit, place: Place, folder: Path) -> NoReturn:
+def _fail(exit: _Exit, cluster: Cluster, folder: Path) -> NoReturn:
     how = f"was killed by {signal.Signals(-exit.code).name}" if exit.code < 0 else f"exited with code {exit.code}"
     words = _last_words((folder / f"{exit.rank}.err").read_text(errors="replace").splitlines())
-    raise PeerError(f"rank {exit.rank} on host {exit.rank // place.per_host} {how}.{words}")
+    raise PeerError(f"rank {exit.rank} on host {exit.rank // cluster.per_host} {how}.{words}")
 
 
 def _last_words(lines: Sequence[str]) -> str:

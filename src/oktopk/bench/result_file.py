@@ -1,4 +1,4 @@
-"""Results on disk: JSON lines, the first of which says what was measured, where and how."""
+"""The file of a benchmark's results: JSON lines, the first of which says what was measured, where and how."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import torch
 
-from oktopk.bench.cluster import Place
+from oktopk.bench.cluster import Cluster
 from oktopk.errors import DataError
 
 
@@ -36,26 +36,26 @@ class Header:
 
 
 def header(
-    kind: str, command: str, place: Place, costs: Mapping[str, Any] | None = None, notes: Sequence[str] = ()
+    kind: str, command: str, cluster: Cluster, costs: Mapping[str, Any] | None = None, notes: Sequence[str] = ()
 ) -> Header:
-    network = place.network
+    network = cluster.network
     return Header(
-        kind, command, place.world_size, place.hosts, place.per_host, network.label, network.bits_per_second,
-        network.latency, place.emulated, (*place.notes, *_oversubscribed(place), *notes), describe_machine(),
+        kind, command, cluster.world_size, cluster.hosts, cluster.per_host, network.label, network.bits_per_second,
+        network.latency, cluster.emulated, (*cluster.notes, *_oversubscribed(cluster), *notes), describe_machine(),
         costs or {},
     )  # fmt: skip
 
 
-def write_run(path: Path, header: Header, rows: Iterable[Any]) -> None:
-    """Replace the file by this run."""
+def write_results(path: Path, header: Header, rows: Iterable[Any]) -> None:
+    """Replace the file by these results."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(asdict(header), allow_nan=False)]
     lines += [json.dumps(asdict(row), allow_nan=False) for row in rows]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def read_run(path: Path) -> tuple[Header, list[dict[str, Any]]]:
-    """The header and the rows of a run."""
+def read_results(path: Path) -> tuple[Header, list[dict[str, Any]]]:
+    """The header and the rows of a file."""
     if not path.is_file():
         raise DataError(f"there is no benchmark run {path}: write one with `oktopk bench step --json {path}`.")
     try:
@@ -92,8 +92,8 @@ def _processor() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def _oversubscribed(place: Place) -> tuple[str, ...]:
+def _oversubscribed(cluster: Cluster) -> tuple[str, ...]:
     cores = os.cpu_count() or 1
-    if place.world_size <= cores:
+    if cluster.world_size <= cores:
         return ()
-    return (f"{place.world_size} ranks share {cores} cores: times are oversubscribed, volumes and rounds are exact",)
+    return (f"{cluster.world_size} ranks share {cores} cores: times are oversubscribed, volumes and rounds are exact",)
