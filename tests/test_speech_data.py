@@ -329,7 +329,7 @@ def test_synth_an4_is_made_once_and_a_failure_leaves_nothing(tmp_path: Path, mon
 
     with pytest.raises(DataError, match="No space left"):
         find_corpus("synth-an4:6", progress=fail)
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["synth-an4.lock"]
+    assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
     find_corpus("synth-an4:6", progress=lambda done, total: calls.append(done))
     count = len(calls)
     find_corpus("synth-an4:6", progress=lambda done, total: calls.append(done))

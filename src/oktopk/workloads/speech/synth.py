@@ -5,16 +5,13 @@ Validation voices are never heard in training. The corpus is a smoke corpus: its
 
 from __future__ import annotations
 
-import fcntl
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from oktopk.errors import ConfigError, DataError
-from oktopk.workloads.cache import cache_root, cached_folder
+from oktopk.errors import ConfigError
+from oktopk.workloads.cache import cached_folder
 from oktopk.workloads.speech.audio import write_audio
 from oktopk.workloads.speech.espeak import Manner, Speaker
 from oktopk.workloads.speech.manifest import Entry, write_manifest
@@ -55,17 +52,8 @@ def parse_name(name: str) -> Size:
 
 
 def synth_an4(size: Size, progress: Progress | None = None) -> Path:
-    """The folder with `train.csv` and `validation.csv`, made now if the cache has none.
-
-    Several processes may ask at once: one speaks, the others wait for it.
-    """
-    try:
-        with _locked(cache_root() / f"{NAME}.lock"):
-            return cached_folder(NAME, (VERSION, size), lambda folder: _speak_all(folder, size, progress))
-    except OSError as error:
-        raise DataError(
-            f"{NAME} cannot be written to the cache {cache_root()} ({error}): free space there, or set OKTOPK_CACHE."
-        ) from error
+    """The folder with `train.csv` and `validation.csv`, made now if the cache has none."""
+    return cached_folder(NAME, (VERSION, size), lambda folder: _speak_all(folder, size, progress))
 
 
 def _speak_all(work: Path, size: Size, progress: Progress | None) -> None:
@@ -94,15 +82,3 @@ def _speak(speaker: Speaker, work: Path, part: str, number: int, voices: tuple[s
 
 def _manner(rng: Random, voice: str) -> Manner:
     return Manner(voice, rng.randint(120, 180), rng.randint(30, 70), rng.randint(30, 70), rng.randint(0, 4))
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock; it falls with the process, so a crash leaves nothing to clean up."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle = os.open(path, os.O_CREAT | os.O_RDWR, 0o644)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
