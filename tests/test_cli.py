@@ -162,7 +162,11 @@ def test_a_run_can_be_trained_inspected_evaluated_and_compared(
     assert [row["epoch"] for row in rows] == ["0", "1"]
     assert main(["inspect", str(tmp_path / "one" / "checkpoints" / "step-00000012")]) == 0
     assert "owed by 0" in capsys.readouterr().out
-    assert main(["evaluate", str(tmp_path / "one")]) == 0
+    assert main(["evaluate", str(tmp_path / "one")]) == 2
+    assert "names code to run" in capsys.readouterr().err
+    assert main(["evaluate", str(tmp_path / "one"), "--trust"]) == 0
+    assert "error" in capsys.readouterr().out
+    assert main(["evaluate", str(tmp_path / "one"), "--workload", TOY]) == 0
     assert "error" in capsys.readouterr().out
     assert main(["compare", TOY, *common, "--algorithms", "dense,oktopk", "--name", "both"]) == 0
     shown = capsys.readouterr().out
@@ -173,7 +177,9 @@ def test_resume_takes_the_configuration_of_the_run_and_the_flags_given(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train_alone(toy_config(tmp_path, "run", epochs=1, lr=0.01))
-    assert main(["train", "--resume", str(tmp_path / "run"), "--epochs", "2"]) == 0
+    assert main(["train", "--resume", str(tmp_path / "run"), "--epochs", "2"]) == 2
+    assert "names code to run" in capsys.readouterr().err
+    assert main(["train", "--resume", str(tmp_path / "run"), "--epochs", "2", "--trust"]) == 0
     assert "resumed at step 6" in capsys.readouterr().out
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert (config["epochs"], config["lr"], config["workload"]) == (2, 0.01, TOY)

@@ -149,7 +149,7 @@ def test_a_killed_run_resumed_ends_with_the_weights_of_one_that_was_not(tmp_path
     assert killed.returncode == 2, output
     assert "killed by SIGKILL" in output and "--resume" in output
     resumed = subprocess.run(
-        [sys.executable, "-m", "oktopk.cli", "train", "--resume", str(tmp_path / "killed")],
+        [sys.executable, "-m", "oktopk.cli", "train", TOY, "--resume", str(tmp_path / "killed")],
         cwd=TESTS, capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert resumed.returncode == 0, resumed.stderr

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from oktopk.errors import CheckpointError
+from oktopk.errors import CheckpointError, ConfigError
 from oktopk.training import checkpoint as checkpoint_module
 from oktopk.training.checkpoint import complete, find_checkpoint
 from oktopk.training.config import TrainConfig
 from oktopk.training.observer import Observer, Step
+from oktopk.training.run_directory import write_json
 from oktopk.training.trainer import resumed_config
 from trainings import (
+    TOY,
     changed,
     final_weights,
     resume_alone,
@@ -59,7 +63,7 @@ def test_a_run_resumed_inside_an_epoch_ends_with_the_same_weights(
 def test_a_run_resumed_by_two_ranks_ends_with_the_same_weights(tmp_path: Path) -> None:
     run_processes(2, train_as_rank, toy_config(tmp_path, "whole", epochs=4), timeout=100)
     run_processes(2, train_as_rank, toy_config(tmp_path, "cut", epochs=4, max_steps=15), timeout=100)
-    run_processes(2, train_as_rank, changed(resumed_config(tmp_path / "cut"), max_steps=None), timeout=100)
+    run_processes(2, train_as_rank, changed(resumed_config(tmp_path / "cut", TOY), max_steps=None), timeout=100)
     assert same(final_weights(tmp_path / "whole"), final_weights(tmp_path / "cut"))
 
 
@@ -138,7 +142,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     train_alone(toy_config(tmp_path, "run"))
     with pytest.raises(CheckpointError, match=r"another model.*preset tiny"):
         resume_alone(tmp_path / "run", preset="wide")
-    assert resumed_config(tmp_path / "run").preset == "tiny"  # the run is as it was
+    assert resumed_config(tmp_path / "run", TOY).preset == "tiny"  # the run is as it was
 
 
 def test_a_checkpoint_of_another_algorithm_is_refused(tmp_path: Path) -> None:
@@ -168,6 +172,39 @@ def test_what_is_no_run_is_a_clear_error(tmp_path: Path) -> None:
         resumed_config(tmp_path)
 
 
+class PowerLoss(BaseException):
+    """Nothing is cleaned up after it."""
+
+
+@pytest.mark.parametrize("actions", [0, 1, 2])
+def test_a_power_loss_while_a_checkpoint_is_replaced_leaves_one_to_resume(
+    actions: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = actions + 1  # what an earlier attempt left is removed first
+
+    def until_the_power_goes(action: Callable[..., None]) -> Callable[..., None]:
+        def act(path: Path, *rest: Any, **options: Any) -> None:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise PowerLoss
+            action(path, *rest, **options)
+
+        return act
+
+    train_alone(toy_config(tmp_path, "whole", epochs=3))
+    train_alone(toy_config(tmp_path, "run", epochs=2, keep=9))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", until_the_power_goes(os.rename))
+        patch.setattr(shutil, "rmtree", until_the_power_goes(shutil.rmtree))
+        with pytest.raises(PowerLoss):  # going back to an earlier checkpoint writes the last one again
+            resume_alone(tmp_path / "run" / "checkpoints" / "step-00000006")
+    resume_alone(tmp_path / "run", epochs=3)
+    assert same(final_weights(tmp_path / "whole"), final_weights(tmp_path / "run"))
+    names = [path.name for path in complete(tmp_path / "run" / "checkpoints")]
+    assert names == ["step-00000006", "step-00000012", "step-00000018"]
+
+
 def test_an_older_checkpoint_can_be_resumed(tmp_path: Path) -> None:
     train_alone(toy_config(tmp_path, "run", epochs=2, keep=9))
     whole = final_weights(tmp_path / "run")
@@ -181,8 +218,20 @@ def test_checkpoints_load_without_executing_anything(tmp_path: Path) -> None:
         torch.load(path, weights_only=True)
 
 
+def test_code_that_a_run_names_is_not_run_unless_the_user_says_so(tmp_path: Path) -> None:
+    train_alone(toy_config(tmp_path, "run", epochs=0))
+    config = tmp_path / "run" / "config.json"
+    config.write_text(config.read_text().replace(TOY, "antigravity:Surprise"))
+    (tmp_path / "run" / "checkpoints" / "step-00000000").mkdir(parents=True)
+    write_json(tmp_path / "run" / "checkpoints" / "last.json", {"checkpoint": "step-00000000"})
+    with pytest.raises(ConfigError, match=r"names code to run, the workload 'antigravity:Surprise'.*--trust"):
+        resumed_config(tmp_path / "run")
+    assert resumed_config(tmp_path / "run", TOY).workload == TOY
+    assert resumed_config(tmp_path / "run", trust=True).workload == "antigravity:Surprise"
+
+
 def test_the_configuration_of_a_run_can_be_read_back(tmp_path: Path) -> None:
     train_alone(toy_config(tmp_path, "run", epochs=1, norm_clip=0.0))
-    config = resumed_config(tmp_path / "run")
+    config = resumed_config(tmp_path / "run", TOY)
     assert isinstance(config, TrainConfig)
     assert (config.epochs, config.norm_clip, config.workers) == (1, 0.0, 1)

@@ -45,7 +45,7 @@ def train_as_rank(config: TrainConfig) -> Summary:
 
 
 def resume_alone(run: Path, **changes: Any) -> Summary:
-    return train_alone(changed(resumed_config(run), **changes))
+    return train_alone(changed(resumed_config(run, TOY), **changes))
 
 
 def changed(config: TrainConfig, **changes: Any) -> TrainConfig:

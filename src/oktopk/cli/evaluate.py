@@ -29,6 +29,8 @@ class Evaluate:
     run: tyro.conf.Positional[Path]  # run directory, or one checkpoint
     checkpoint: Literal["best", "last"] | None = None  # which one; None: the best, or the last if none was validated
     data: str | None = None  # another corpus; None: that of the run
+    workload: str | None = None  # module:Class that the run trained, if it is not one of the package's
+    trust: bool = False  # import the module:Class that the run names, whatever it is
     workers: int = 1  # processes to share the work
 
     def __call__(self) -> int:
@@ -37,7 +39,7 @@ class Evaluate:
         settle_in(find_rank())
         path = self._checkpoint()
         with joined_world() as world:
-            config = resumed_config(self.run)
+            config = resumed_config(self.run, self.workload, self.trust)
             numbers = evaluate(replace(config, resume=None, data=self.data or config.data), path, world)
         if world_rank() == 0:
             console().print(str(path), markup=False, soft_wrap=True)
@@ -51,5 +53,6 @@ class Evaluate:
         return find_checkpoint(self.run, "best" if has_best else "last")
 
     def _arguments(self) -> list[str]:
-        chosen = ["--checkpoint", self.checkpoint] if self.checkpoint else []
-        return [str(self.run), *chosen, *(["--data", self.data] if self.data else [])]
+        given = {"--checkpoint": self.checkpoint, "--data": self.data, "--workload": self.workload}
+        flags = [word for flag, value in given.items() if value for word in (flag, value)]
+        return [str(self.run), *flags, *(["--trust"] if self.trust else [])]

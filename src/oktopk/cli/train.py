@@ -58,6 +58,7 @@ class Train(TrainConfig):
     algorithm_options: tyro.conf.Suppress[Mapping[str, Any]] = field(default_factory=dict)
     dry_run: bool = False  # print the resolved configuration and the launch command, and do nothing
     quiet: bool = False  # print nothing but errors and the last line
+    trust: bool = False  # with --resume: import the module:Class that the run names, whatever it is
 
     @classmethod
     def parse(cls, args: Sequence[str], prog: str) -> Train:
@@ -66,7 +67,8 @@ class Train(TrainConfig):
         values = read_config(Path(path)) if path else {}
         resume, _ = take(rest, "--resume")
         if resume is not None:
-            values = to_values(resumed_config(Path(resume))) | values
+            workload = next(iter(rest[: leading_words(rest)]), values.get("workload"))
+            values = to_values(resumed_config(Path(resume), workload, "--trust" in rest)) | values
         command: Train = parse_train(cls, values, rest, prog)
         return command
 

@@ -2,6 +2,9 @@
 
 checkpoints/step-00000042/  meta.json  shared.pt (model, optimizer)  rank-0.pt ... (random state)  reducer/
 checkpoints/last.json, best.json   name the one that counts
+
+A checkpoint that another replaces is renamed aside first, and removed when the new one has its name: whenever the power
+goes, one of the two is there.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ from oktopk.errors import CheckpointError
 from oktopk.reducer import Reducer
 from oktopk.training.run_directory import read_json, write_json
 from oktopk.training.world import World
+
+_ASIDE = ".old"
 
 
 @dataclass(frozen=True)
@@ -96,6 +101,7 @@ class Checkpoints:
 
     def _begin(self, partial: Path) -> None:
         if self._world.is_first:
+            _put_back(self.folder)
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
 
@@ -132,7 +138,8 @@ def find_checkpoint(path: Path, which: str = "last") -> Path:
     folder = path if path.name == "checkpoints" else path / "checkpoints"
     pointer = folder / f"{which}.json"
     if pointer.is_file():
-        return Path(folder / read_json(pointer)["checkpoint"])
+        named = Path(folder / read_json(pointer)["checkpoint"])
+        return named if named.exists() or not _aside(named).exists() else _aside(named)
     raise CheckpointError(
         f"{path} has no {which} checkpoint: give a run of oktopk train that got as far as its first checkpoint."
     )
@@ -184,13 +191,29 @@ def require_model(meta: Mapping[str, Any], saved: Mapping[str, Any], path: Path,
 
 
 def _replace_folder(partial: Path, final: Path) -> None:
-    shutil.rmtree(final, ignore_errors=True)
+    if final.exists():
+        os.rename(final, _aside(final))
     os.rename(partial, final)
     descriptor = os.open(final.parent, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+    shutil.rmtree(_aside(final), ignore_errors=True)
+
+
+def _put_back(folder: Path) -> None:
+    """What a crash left aside gets its name back, unless its successor is complete."""
+    for aside in folder.glob(f"step-*{_ASIDE}"):
+        final = aside.with_name(aside.name.removesuffix(_ASIDE))
+        if final.exists():
+            shutil.rmtree(aside)
+        else:
+            os.rename(aside, final)
+
+
+def _aside(final: Path) -> Path:
+    return final.with_name(final.name + _ASIDE)
 
 
 def _reason(error: Exception) -> str:

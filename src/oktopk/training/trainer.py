@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn.utils import clip_grad_norm_
 
-from oktopk.errors import DataError
+from oktopk.errors import ConfigError, DataError
 from oktopk.front_ends.optimizer import DistributedOptimizer
 from oktopk.training.algorithms import has_sparse_steps
 from oktopk.training.analysis import Analyzer
@@ -53,12 +53,21 @@ def train(config: TrainConfig, world: World, observer: Observer | None = None) -
         trainer.close()
 
 
-def resumed_config(resume: Path) -> TrainConfig:
-    """The configuration of a run, set to continue from its last checkpoint (or the checkpoint given)."""
+def resumed_config(resume: Path, workload: str | None = None, trust: bool = False) -> TrainConfig:
+    """The configuration of a run, set to continue from its last checkpoint (or the checkpoint given).
+
+    A run of a workload that is not the package's names code to import, and the run may be somebody else's: such a name
+    is taken from `workload`, or from the run if you `trust` it.
+    """
     run = find_checkpoint(resume).parent.parent
     known = {field.name for field in fields(TrainConfig)}
     saved = from_mapping({name: value for name, value in RunDirectory.open(run).config.items() if name in known})
-    return replace(saved, resume=resume, runs=run.parent, name=run.name)
+    if ":" in saved.workload and workload is None and not trust:
+        raise ConfigError(
+            f"{run} names code to run, the workload {saved.workload!r}. If that is yours, say so: give the workload "
+            "too, or --trust to run whatever this run names."
+        )
+    return replace(saved, workload=workload or saved.workload, resume=resume, runs=run.parent, name=run.name)
 
 
 class Trainer:
