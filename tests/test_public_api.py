@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import importlib
 import inspect
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -47,9 +49,37 @@ def test_examples_in_docstrings_run(module: str) -> None:
     assert attempted and not failed
 
 
+def loaded(code: str, modules: str) -> list[str]:
+    """Which modules are there after a program has run."""
+    program = f"import sys; {code}; print([m for m in {modules.split()!r} if m in sys.modules])"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    return list(ast.literal_eval(ended.stdout.splitlines()[-1]))
+
+
 def test_importing_the_library_is_light() -> None:
     """Training, reports and their dependencies must not be paid by `import oktopk`."""
     heavy = "rich tyro tensorboard transformers soundfile numba oktopk.cli oktopk.training oktopk.workloads"
-    code = f"import sys, oktopk; print([m for m in {heavy.split()!r} if m in sys.modules])"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert out.stdout.strip() == "[]"
+    assert loaded("import oktopk; oktopk.Reducer, oktopk.register", heavy) == []
+
+
+def test_the_list_of_commands_waits_for_nothing() -> None:
+    heavy = "torch numpy numba rich tyro oktopk.reducer"
+    assert loaded("from oktopk.cli import main; main(['--help'])", heavy) == []
+
+
+def test_every_name_says_where_it_lives_to_type_checkers_and_at_run_time() -> None:
+    tree = ast.parse(Path(oktopk.__file__).read_text())
+    seen = {
+        alias.name: node.module
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("oktopk.")
+        for alias in node.names
+    }
+    assert seen == oktopk._HOMES and list(oktopk._HOMES) == oktopk.__all__
+    assert set(oktopk.__all__) <= set(dir(oktopk))
+
+
+def test_rooms_can_be_reached_as_attributes_and_other_names_cannot() -> None:
+    assert oktopk.errors.OkTopkError is oktopk.OkTopkError
+    with pytest.raises(AttributeError, match="no attribute 'Reducr'"):
+        _ = oktopk.Reducr

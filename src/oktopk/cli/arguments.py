@@ -37,11 +37,6 @@ def description(command: type) -> str:
     return (inspect.getdoc(command) or "") + f"\n\n{CONFIG_FLAG} FILE reads any of these options from a TOML file."
 
 
-def summary(command: Any) -> str:
-    """First line of the docstring."""
-    return (inspect.getdoc(command) or "").partition("\n")[0]
-
-
 def merged(values: Mapping[str, Any], args: Sequence[str], types: Mapping[str, Any]) -> list[str]:
     """The values of a file as flags, with those given by hand after them: the later ones win."""
     words = leading_words(args)

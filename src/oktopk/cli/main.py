@@ -1,20 +1,20 @@
 """`oktopk COMMAND ...`: finds the command, parses its flags, turns its errors into one clear message.
 
 A command is a frozen dataclass (its fields are the flags) with `__call__(self) -> int`. A group of commands is a
-literal dict from name to target, like the one below. Both are imported only when they are asked for.
+literal dict from name to target, like the one below. Both are imported only when they are asked for, and so are the
+libraries that parse flags and print tables: the list of commands must come at once.
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from oktopk.cli.arguments import parse, summary
-from oktopk.cli.console import error_console
 from oktopk.errors import OkTopkError, nearest
 from oktopk.training.environment import world_rank
 
@@ -87,18 +87,29 @@ def _run(args: list[str]) -> int:
 
 def _dispatch(target: Any, args: list[str], prog: str) -> int:
     if not isinstance(target, Mapping):
-        command = target.parse(args, prog) if hasattr(target, "parse") else parse(target, args, prog)
-        return int(command())
+        return int(_parse(target, args, prog)())
     if not args or args[0] in ("-h", "--help"):
-        _print_commands(prog, {name: summary(resolve(path)) for name, path in target.items()})
+        _print_commands(prog, {name: _summary(resolve(path)) for name, path in target.items()})
         return 0 if args else USAGE_ERROR
     _require(args[0], target, prog)
     return _dispatch(resolve(target[args[0]]), args[1:], f"{prog} {args[0]}")
 
 
+def _parse(command: Any, args: list[str], prog: str) -> Any:
+    if hasattr(command, "parse"):
+        return command.parse(args, prog)
+    from oktopk.cli.arguments import parse
+
+    return parse(command, args, prog)
+
+
+def _summary(command: Any) -> str:
+    return (inspect.getdoc(command) or "").partition("\n")[0]
+
+
 def _require(name: str, known: Mapping[str, Any], prog: str) -> None:
     if name not in known:
-        error_console().print(f"{prog}: no command {name!r}. {nearest(name, known)} See {prog} --help.", markup=False)
+        print(f"{prog}: no command {name!r}. {nearest(name, known)} See {prog} --help.", file=sys.stderr)
         raise SystemExit(USAGE_ERROR)
 
 
@@ -115,8 +126,7 @@ def _print_commands(prog: str, commands: Mapping[str, str]) -> None:
 def _say(text: str) -> None:
     """One message, from one rank: peers fail for the same reason, or because of it."""
     if world_rank() == 0:
-        error_console().print(f"[bold red]error:[/] {_escape(text)}", highlight=False, soft_wrap=True)
+        from oktopk.cli.console import error_console
 
-
-def _escape(text: str) -> str:
-    return text.replace("[", r"\[")
+        escaped = text.replace("[", r"\[")
+        error_console().print(f"[bold red]error:[/] {escaped}", highlight=False, soft_wrap=True)
