@@ -1,7 +1,12 @@
-"""Every algorithm x world size x wire fulfils the contract, over threads and over real Gloo processes."""
+"""Every algorithm fulfils the contract, over threads and over real Gloo processes.
+
+By pairs: every two of algorithm, ranks, wire, kernels, dtype and input meet in one row. The products are slow tests.
+"""
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,9 +18,11 @@ from oktopk import ALGORITHMS, Reducer
 from oktopk.config import WIRES
 from oktopk.errors import NonFiniteError
 from oktopk.transport import open_transport, run_world
+from pairwise import pairwise
 from worlds import run_processes
 
 WORLDS = [1, 2, 3, 4, 5, 8]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 # The literature's variants are options of an algorithm; they owe the same.
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in ALGORITHMS),
@@ -30,28 +37,57 @@ def _name(variant: Any) -> str:
     return "-".join([variant[0], *variant[1]])
 
 
-WIRES_AND_WORLDS = [("float32", p) for p in WORLDS] + [(w, p) for i, w in enumerate(WIRES[1:]) for p in (2 + i % 2, 8)]
+def _row_name(row: dict[str, Any]) -> str:
+    return "-".join(
+        [_name(row["variant"]), *(str(row[name]) for name in ("ranks", "wire", "kernels", "case", "dtype"))]
+    )
 
 
+PAIRS = pairwise(
+    {
+        "case": CASES,
+        "variant": VARIANTS,
+        "ranks": WORLDS,
+        "wire": WIRES,
+        "dtype": DTYPES,
+        "kernels": ["compiled", "reference"],
+    }
+)
+
+
+@pytest.mark.parametrize("row", PAIRS, ids=_row_name)
+def test_the_contract_holds_for_every_pair(row: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    if row["kernels"] == "reference":
+        monkeypatch.setenv("OKTOPK_KERNELS", "reference")
+    check_over_threads(row["variant"], replace(row["case"], dtype=row["dtype"]), row["ranks"], row["wire"])
+
+
+def check_over_threads(variant: Any, case: Case, world_size: int, wire: str) -> None:
+    algorithm, options = variant
+    ranks = run_world(world_size, lambda t: observe(t, t.rank, algorithm, case, wire=wire, **options))
+    check_all(ranks, _cost_name(algorithm, options), wire)
+
+
+WIRES_AND_WORLDS = [("float32", p) for p in WORLDS] + [(wire, p) for wire in WIRES[1:] for p in (2, 3, 8)]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("wire", "world_size"), WIRES_AND_WORLDS)
 @pytest.mark.parametrize("variant", VARIANTS, ids=_name)
 def test_the_contract_holds_over_threads(variant: Any, world_size: int, wire: str) -> None:
-    algorithm, options = variant
     for case in CASES:
-        ranks = run_world(world_size, lambda t, c=case: observe(t, t.rank, algorithm, c, wire=wire, **options))
-        check_all(ranks, _cost_name(algorithm, options), wire)
+        check_over_threads(variant, case, world_size, wire)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("variant", VARIANTS, ids=_name)
 def test_the_contract_holds_with_the_reference_kernels(
     variant: Any, wire: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OKTOPK_KERNELS", "reference")
-    algorithm, options = variant
     for case in CASES[:6]:
-        ranks = run_world(3, lambda t, c=case: observe(t, t.rank, algorithm, c, wire=wire, **options))
-        check_all(ranks, _cost_name(algorithm, options), wire)
+        check_over_threads(variant, case, 3, wire)
 
 
 def _cost_name(algorithm: str, options: dict[str, Any]) -> str:
@@ -59,27 +95,36 @@ def _cost_name(algorithm: str, options: dict[str, Any]) -> str:
 
 
 GLOO_CASES = [*CASES[:3], Case("normal", 3, 0.5, steps=2), Case("zero", 500, 0.1, steps=2), Case("normal", 600, 1.0)]
+GLOO_PAIRS = pairwise({"case": GLOO_CASES, "ranks": WORLDS, "algorithm": list(ALGORITHMS), "wire": WIRES})
+Setting = tuple[str, str, Case]  # algorithm, wire, what is reduced
 
 
-def _observe_all() -> dict[tuple[str, str], list[Any]]:
+def _observe_all(settings: list[Setting]) -> list[list[Any]]:
     transport = open_transport(None)
     close, transport.close = transport.close, lambda: None  # to open one for each takes longer than all the rest
-    seen = {
-        (name, wire): [observe(transport, transport.rank, name, case, wire=wire) for case in GLOO_CASES]
-        for name in ALGORITHMS
-        for wire in ("float32", "bfloat16")
-    }
+    seen = [observe(transport, transport.rank, name, case, wire=wire) for name, wire, case in settings]
     close()
     return seen
 
 
+def check_over_gloo(world_size: int, settings: list[Setting]) -> None:
+    everyone = run_processes(world_size, _observe_all, settings, timeout=240)
+    for (name, wire, _), *ranks in zip(settings, *everyone, strict=True):
+        check_all(ranks, name, wire)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_the_contract_holds_over_real_gloo_processes_for_every_pair(world_size: int) -> None:
+    rows = [row for row in GLOO_PAIRS if row["ranks"] == world_size]
+    check_over_gloo(world_size, [(row["algorithm"], row["wire"], row["case"]) for row in rows])
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_the_contract_holds_over_real_gloo_processes(world_size: int) -> None:
-    everyone = run_processes(world_size, _observe_all, timeout=240)
-    for name, wire in everyone[0]:
-        for case in range(len(GLOO_CASES)):
-            check_all([rank[name, wire][case] for rank in everyone], name, wire)
+    check_over_gloo(world_size, list(itertools.product(ALGORITHMS, ("float32", "bfloat16"), GLOO_CASES)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
