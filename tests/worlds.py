@@ -16,13 +16,23 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 TESTS = Path(__file__).parent
 
 _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(["preload"])
+
+
+def _start_server() -> None:
+    """The server looks for what it is to preload on its own path, and is silent when that is not there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(TESTS), prepend=os.pathsep)
+        ensure_running()
 
 
 def free_port() -> int:
@@ -63,6 +73,7 @@ def start(world_size: int, work: Callable[..., Any], *args: Any, timeout: float 
             _server.Process(target=_rank, args=(_environment(rank, world_size, port), folder, timeout, call))
             for rank in range(world_size)
         ]
+        _start_server()
         for process in processes:
             process.start()
         _join(processes, timeout + 20)
@@ -99,6 +110,7 @@ def _rank(environment: dict[str, str], folder: str, timeout: float, call: bytes)
     os.environ.clear()
     os.environ |= environment
     _redirect_output(f"{folder}/output{environment['RANK']}")
+    assert "preload" in sys.modules, "every rank would import torch by itself, which takes longer than most tests"
     import torch.distributed as dist
 
     work, args = pickle.loads(call)
