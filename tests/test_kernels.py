@@ -16,7 +16,7 @@ from oktopk.errors import ConfigError, UnsupportedError
 from oktopk.kernels import Kernels, ReferenceKernels, _compiled_obstacle, choose, cpu_team
 from oktopk.kernels import cpu as cpu_module
 from oktopk.kernels.cpu import CpuKernels
-from oktopk.types import SparseVector
+from oktopk.types import Difference, SparseVector
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 SPEC = ReferenceKernels()
@@ -147,7 +147,7 @@ def test_the_sum_of_squares_tells_that_a_piece_is_not_finite(kernels: Kernels, b
 
 
 def test_pieces_that_do_not_fit_are_refused(kernels: Kernels) -> None:
-    with pytest.raises(IndexError, match="9 entries do not make up a residual of 10"):
+    with pytest.raises(IndexError, match="9 entries do not make up a vector of 10"):
         kernels.add(torch.zeros(10), torch.zeros(10), [torch.zeros(4), torch.zeros(5)], 2)
 
 
@@ -395,3 +395,66 @@ def test_dispatch_falls_back_and_says_why(monkeypatch: pytest.MonkeyPatch, broke
     finally:
         monkeypatch.undo()
         _compiled_obstacle.cache_clear()
+
+
+def differing(sizes: list[int], dtype: torch.dtype = torch.float32) -> Difference:
+    generator = torch.Generator().manual_seed(sum(sizes))
+    shared = torch.randn(sum(sizes), generator=generator, dtype=dtype)
+    own = [part + 0.01 * torch.randn(part.numel(), generator=generator, dtype=dtype) for part in shared.split(sizes)]
+    return Difference(shared, tuple(own))
+
+
+PIECES = [[1], [64], [7, 130, 1, 64], [100_003], [40_000, 3, 64 * 1000, 17, 30_000]]
+
+
+@pytest.mark.parametrize("sizes", PIECES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("announced", [False, True])
+def test_a_difference_in_pieces_is_selected_from_as_if_it_were_formed(
+    kernels: Kernels, sizes: list[int], dtype: torch.dtype, announced: bool
+) -> None:
+    difference = differing(sizes, dtype)
+    formed = difference.shared - torch.cat(difference.own)
+    for k in {1, max(1, sum(sizes) // 100), sum(sizes)}:
+        if announced:
+            assert kernels.scan(difference, k) == pytest.approx(float(formed.double().square().sum()))
+        chosen, threshold = kernels.select_topk(difference, k)
+        expected, least = ReferenceKernels().select_topk(formed, k)
+        assert torch.equal(chosen.indices, expected.indices) and torch.equal(chosen.values, expected.values)
+        assert threshold == least
+
+
+def test_a_difference_that_changed_since_it_was_scanned_is_scanned_again(kernels: Kernels) -> None:
+    difference = differing([50_000, 50_000])
+    kernels.scan(difference, 10)
+    difference.own[1][17] += 100.0
+    chosen, _ = kernels.select_topk(difference, 1)
+    assert chosen.indices.tolist() == [50_017]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("place", [0, 99, 40_000])
+def test_the_scan_of_a_difference_tells_bad_entries(kernels: Kernels, bad: float, place: int) -> None:
+    difference = differing([40_000, 3])
+    torch.cat(difference.own)
+    difference.own[place // 40_000][place % 40_000] = bad
+    assert not math.isfinite(kernels.scan(difference, 5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_moving_takes_what_was_sent_from_the_difference_and_the_mean_from_both(
+    kernels: Kernels, dtype: torch.dtype
+) -> None:
+    difference = differing([7, 130, 1, 64], dtype)
+    shared, own = difference.shared.clone(), torch.cat(difference.own)
+    mean = SparseVector(torch.tensor([0, 6, 7, 136, 201], dtype=torch.int32), torch.arange(1.0, 6.0, dtype=dtype), 202)
+    # What was sent may name an index twice, in any order.
+    sent = SparseVector(
+        torch.tensor([136, 7, 136], dtype=torch.int32), torch.tensor([3.0, 1.0, -0.5], dtype=dtype), 202
+    )
+    before = (shared - own).double().square().sum()
+    change = kernels.move_(difference, mean, sent)
+    torch.testing.assert_close(difference.shared, shared - mean.to_dense())
+    torch.testing.assert_close(torch.cat(difference.own), own - mean.to_dense() + sent.to_dense())
+    after = (difference.shared - torch.cat(difference.own)).double().square().sum()
+    assert change == pytest.approx(float(after - before), rel=1e-4)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from oktopk.front_ends.allreduce import sparse_allreduce
     from oktopk.front_ends.ddp import HookState, hook, register
     from oktopk.front_ends.fsdp import register_fsdp
+    from oktopk.front_ends.local_steps import LocalSteps, local_steps
     from oktopk.front_ends.optimizer import DistributedOptimizer
     from oktopk.front_ends.world import init_process_group
     from oktopk.metrics import StepRecord
@@ -34,6 +35,7 @@ _HOMES = {
     "PAPER_VGG": "oktopk.config",
     "DistributedOptimizer": "oktopk.front_ends.optimizer",
     "HookState": "oktopk.front_ends.ddp",
+    "LocalSteps": "oktopk.front_ends.local_steps",
     "OkTopkError": "oktopk.errors",
     "RankState": "oktopk.checkpoint",
     "Reduced": "oktopk.types",
@@ -44,6 +46,7 @@ _HOMES = {
     "hook": "oktopk.front_ends.ddp",
     "init_process_group": "oktopk.front_ends.world",
     "load": "oktopk.checkpoint",
+    "local_steps": "oktopk.front_ends.local_steps",
     "register": "oktopk.front_ends.ddp",
     "register_fsdp": "oktopk.front_ends.fsdp",
     "save": "oktopk.checkpoint",
@@ -57,6 +60,7 @@ __all__ = [
     "PAPER_VGG",
     "DistributedOptimizer",
     "HookState",
+    "LocalSteps",
     "OkTopkError",
     "RankState",
     "Reduced",
@@ -67,6 +71,7 @@ __all__ = [
     "hook",
     "init_process_group",
     "load",
+    "local_steps",
     "register",
     "register_fsdp",
     "save",

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from oktopk.errors import CheckpointError, ConfigError
 from oktopk.reducer import Reducer
+from oktopk.reduction.rank_states import RankStates
 from oktopk.transport.base import Transport
 
 T = TypeVar("T")
@@ -53,13 +54,35 @@ class Manifest:
         return json.dumps(asdict(self), indent=2) + "\n"
 
 
-def save(reducer: Reducer, directory: str | os.PathLike[str]) -> Path:
+class Saveable(Protocol):
+    """What `save` and `load` take: a `Reducer`, or the handle of `local_steps`."""
+
+    @property
+    def reducer(self) -> Reducer: ...
+
+    def rank_state(self) -> Mapping[str, Any]:
+        """What the file of this rank holds."""
+        ...
+
+    def from_rank_states(self, states: RankStates) -> Mapping[str, Any]:
+        """This rank's whole state, from what was saved by ranks that may have been more or fewer."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of this rank's state."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+def save(target: Saveable, directory: str | os.PathLike[str]) -> Path:
     """Write the state of all ranks into a directory that all of them see. Every rank must call this.
 
-    When it returns, the checkpoint is on disk; an older one in the same directory is then gone, never before.
+    `target` is a reducer, or the handle of `local_steps`. When it returns, the checkpoint is on disk; an older one in
+    the same directory is then gone, never before.
     """
-    folder = Path(directory)
-    data = pack(reducer.communicate(lambda _: reducer.state_dict()))
+    folder, reducer = Path(directory), target.reducer
+    data = pack(target.rank_state())
     mine = _together(reducer, lambda: _write_rank(folder, reducer, data))
     files = tuple(RankFile(**entry) for entry in _gather(reducer, asdict(mine)))
     manifest = Manifest(VERSION, reducer.algorithm, reducer.world_size, reducer.step, files)
@@ -68,9 +91,9 @@ def save(reducer: Reducer, directory: str | os.PathLike[str]) -> Path:
 
 
 def load(
-    reducer: Reducer, directory: str | os.PathLike[str], on_world_change: OnWorldChange = "redistribute"
+    target: Saveable, directory: str | os.PathLike[str], on_world_change: OnWorldChange = "redistribute"
 ) -> Manifest:
-    """Continue from a checkpoint. Every rank must call this, on a reducer made with the same settings.
+    """Continue from a checkpoint. Every rank must call this, on a target made with the same settings.
 
     At another world size, "redistribute" adds the residuals of the old ranks up on the new ones, times new / old world
     size: a mean over P ranks divides what they owe by P, and what reaches the weights must stay the same. "reset" drops
@@ -78,26 +101,27 @@ def load(
     """
     if on_world_change not in ("redistribute", "reset"):
         raise ConfigError(f"on_world_change must be 'redistribute' or 'reset', got {on_world_change!r}.")
-    manifest, state = _together(reducer, lambda: _read(reducer, Path(directory), on_world_change))
-    _together(reducer, lambda: reducer.load_state_dict(state))
+    reducer = target.reducer
+    manifest, state = _together(reducer, lambda: _read(target, Path(directory), on_world_change))
+    _together(reducer, lambda: target.load_state_dict(state))
     return manifest
 
 
 class RankState:
-    """A reducer for `torch.distributed.checkpoint`: `dcp.save({"reducer": oktopk.RankState(reducer)}, ...)`.
+    """A target for `torch.distributed.checkpoint`: `dcp.save({"reducer": oktopk.RankState(reducer)}, ...)`.
 
     Each rank's state goes under a key of its own, because DCP keeps only one of several equal keys.
     """
 
-    def __init__(self, reducer: Reducer) -> None:
-        self._reducer = reducer
-        self._key = f"rank {reducer.rank} of {reducer.world_size}"
+    def __init__(self, target: Saveable) -> None:
+        self._target = target
+        self._key = f"rank {target.reducer.rank} of {target.reducer.world_size}"
 
     def state_dict(self) -> dict[str, Any]:
-        return {self._key: pack(self._reducer.communicate(lambda _: self._reducer.state_dict()))}
+        return {self._key: pack(self._target.state_dict())}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        self._reducer.load_state_dict(unpack(state_dict[self._key]))
+        self._target.load_state_dict(unpack(state_dict[self._key]))
 
 
 # -- one rank's file ---------------------------------------------------------------------------------------------
@@ -205,21 +229,19 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
     return manifest
 
 
-def _read(reducer: Reducer, folder: Path, on_world_change: OnWorldChange) -> tuple[Manifest, dict[str, Any]]:
-    manifest = read_manifest(folder)
-    if manifest.world_size == reducer.world_size:
-        return manifest, _read_rank(folder, manifest.files[reducer.rank])
-    state = _read_rank(folder, manifest.files[0])
-    inherited = manifest.files[reducer.rank :: reducer.world_size] if on_world_change == "redistribute" else ()
-    old = [_read_rank(folder, file) for file in inherited]
-    scale = reducer.world_size / manifest.world_size
-    return manifest, state | {
-        "rank": reducer.rank,
-        "world_size": reducer.world_size,
-        "algorithms": {},  # regions and thresholds depend on the number of ranks
-        "residuals": _sum((part["residuals"] for part in old), scale),
-        "velocities": _sum((part["velocities"] for part in old), scale),
-    }
+def _read(target: Saveable, folder: Path, on_world_change: OnWorldChange) -> tuple[Manifest, Mapping[str, Any]]:
+    manifest, reducer = read_manifest(folder), target.reducer
+    files, keep = manifest.files, on_world_change == "redistribute" or manifest.world_size == reducer.world_size
+    inherited = [_read_rank(folder, file) for file in files[reducer.rank :: reducer.world_size]] if keep else []
+    states = RankStates(
+        rank=reducer.rank,
+        world_size=reducer.world_size,
+        world_size_before=manifest.world_size,
+        first=_read_rank(folder, files[0]),
+        nearest=_read_rank(folder, files[reducer.rank % manifest.world_size]),
+        inherited=inherited,
+    )
+    return manifest, target.from_rank_states(states)
 
 
 def _read_rank(folder: Path, file: RankFile) -> dict[str, Any]:
@@ -234,15 +256,6 @@ def _read_rank(folder: Path, file: RankFile) -> dict[str, Any]:
             f"with {sha256(data).hexdigest()[:12]}. Take another checkpoint."
         )
     return unpack(data)
-
-
-def _sum(parts: Iterable[Mapping[str, Tensor]], scale: float) -> dict[str, Tensor]:
-    """The sum by name, times `scale`."""
-    total: dict[str, Tensor] = {}
-    for part in parts:
-        for name, vector in part.items():
-            total[name] = total.get(name, 0.0) + vector * scale
-    return total
 
 
 # -- together ----------------------------------------------------------------------------------------------------

@@ -85,6 +85,7 @@ class ReducerConfig:
     min_numel: int = 1024  # tensors smaller than this go dense: latency, not volume, is their cost
     on_nonfinite: Literal["raise", "skip"] = "raise"  # skip: return a non-finite gradient, leave residuals alone
     momentum_correction: float = 0.0  # momentum applied before sending; then the optimizer's must be 0 (DGC: 0.9)
+    reduce: Literal["gradients", "updates"] = "gradients"  # updates: the change of weights, as `local_steps` does
     factor_masking: bool = False  # stop the momentum of entries just sent; less staleness, with momentum_correction
 
     def __post_init__(self) -> None:
@@ -102,6 +103,12 @@ class ReducerConfig:
             raise ConfigError(f"momentum_correction must be in [0, 1), got {self.momentum_correction}.")
         if self.factor_masking and not self.momentum_correction:
             raise ConfigError("factor_masking masks the momentum of momentum_correction: set that too, e.g. to 0.9.")
+        if self.reduce not in ("gradients", "updates"):
+            raise ConfigError(f"reduce must be 'gradients' or 'updates', got {self.reduce!r}.")
+        if self.reduce == "updates" and self.momentum_correction:
+            raise ConfigError(
+                "momentum_correction is for gradients: when updates are reduced, momentum is the optimizer's own."
+            )
         if self.on_nonfinite not in ("raise", "skip"):
             raise ConfigError(f"on_nonfinite must be 'raise' or 'skip', got {self.on_nonfinite!r}.")
 
@@ -116,6 +123,7 @@ class Options(TypedDict, total=False):
     on_nonfinite: Literal["raise", "skip"]
     momentum_correction: float
     factor_masking: bool
+    reduce: Literal["gradients", "updates"]
     global_cut: bool
     split_and_reduce: bool
     corrections: int

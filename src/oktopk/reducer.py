@@ -17,6 +17,8 @@ from oktopk.reduction.autotune import AUTO, AutoConfig, Decision
 from oktopk.reduction.communication import CommunicationThread
 from oktopk.reduction.gradient import Gradient
 from oktopk.reduction.pipeline import Pipeline, Settings
+from oktopk.reduction.rank_states import RankStates
+from oktopk.reduction.records import Request
 from oktopk.schedule import Schedule
 from oktopk.transport import Transport, open_transport
 
@@ -100,8 +102,11 @@ class Reducer:
         backward: one that is unused on every rank keeps its residual, and its mean is zero. The future holds the
         (first) tensor.
         """
-        gradient, pipeline = Gradient.of(layout, bucket), self._pipeline
-        return self._thread.submit(lambda: pipeline.reduce_(gradient, frozenset(unused)), gradient.pieces[0])
+        return self._submit(Gradient.of(layout, bucket), Request(frozenset(unused)))
+
+    def _submit(self, gradient: Gradient, request: Request) -> torch.futures.Future[Tensor]:
+        pipeline = self._pipeline
+        return self._thread.submit(lambda: pipeline.reduce_(gradient, request), gradient.pieces[0])
 
     def communicate(self, work: Callable[[Transport], T]) -> T:
         """Run `work(transport)` on the communication thread, after all that was submitted. Every rank must do it."""
@@ -145,6 +150,28 @@ class Reducer:
         error = self._thread.run(lambda: _error_of(lambda: self._pipeline.load_state_dict(state)))
         if error is not None:
             raise error
+
+    @property
+    def reducer(self) -> Reducer:
+        """Itself, so that `oktopk.save` and `load` take a reducer as they take a handle that has one."""
+        return self
+
+    def rank_state(self) -> dict[str, Any]:
+        """What the file of this rank holds."""
+        return self.state_dict()
+
+    def from_rank_states(self, states: RankStates) -> Mapping[str, Any]:
+        """This rank's state. At another world size regions and thresholds are found anew."""
+        if states.is_same_world:
+            return states.nearest
+        return {
+            **states.first,
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "algorithms": {},
+            "residuals": states.owed("residuals"),
+            "velocities": states.owed("velocities"),
+        }
 
     def close(self) -> None:
         """Stop the communication thread and leave the process group. The reducer cannot be used afterwards."""

@@ -41,6 +41,32 @@ class SparseVector:
 Vector = Tensor | SparseVector  # a flat vector, dense or sparse
 
 
+@dataclass
+class Difference:
+    """The flat vector shared - own, which is never formed: `own` lies in pieces, and both stay where they are."""
+
+    shared: Tensor  # flat
+    own: tuple[Tensor, ...]  # flat, of the same dtype, together as long as `shared`
+    largest: tuple[SparseVector, float] | None = None  # entries chosen beforehand, and the smallest magnitude of them
+
+    def numel(self) -> int:
+        return self.shared.numel()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.shared.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.shared.device
+
+    def to_dense(self) -> Tensor:
+        return self.shared - torch.cat(self.own)
+
+
+Source = Tensor | Difference  # what an algorithm reduces
+
+
 @dataclass(frozen=True)
 class Stats:
     """What an algorithm observed during one reduction."""
@@ -71,5 +97,5 @@ def index_dtype(numel: int) -> torch.dtype:
     return torch.int32 if numel <= 2**31 - 1 else torch.int64
 
 
-def to_dense(vector: Vector) -> Tensor:
-    return vector.to_dense() if isinstance(vector, SparseVector) else vector
+def to_dense(vector: Vector | Source) -> Tensor:
+    return vector if isinstance(vector, Tensor) else vector.to_dense()

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from oktopk.types import Reduced, SparseVector
 
@@ -14,7 +13,9 @@ from oktopk.types import Reduced, SparseVector
 class Algorithm(Protocol):
     """One paper, one class, one method. Made once per bucket, so that state it keeps belongs to that bucket."""
 
-    def reduce(self, acc: Tensor, k: int) -> Reduced:
+    only_selects: bool  # asks nothing of `acc` but its largest entries (`Tools.largest`): it may be a `Difference`
+
+    def reduce(self, acc: Any, k: int) -> Reduced:
         """The mean over ranks of the flat, finite `acc`, of which each rank should send about k entries.
 
         An algorithm that sends everything may overwrite `acc`; any other leaves it as it is.
@@ -28,6 +29,8 @@ class Algorithm(Protocol):
 
 class Stateless:
     """For algorithms that remember nothing between steps."""
+
+    only_selects = False
 
     def state_dict(self) -> dict[str, Any]:
         return {}

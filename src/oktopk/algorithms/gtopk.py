@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from oktopk.algorithms.base import Stateless, less, mean_of
 from oktopk.config import GTopkConfig
 from oktopk.primitives.collectives import Tools
-from oktopk.types import Reduced, SparseVector, Stats
+from oktopk.types import Reduced, Source, SparseVector, Stats
 
 
 class GTopk(Stateless):
@@ -17,12 +15,14 @@ class GTopk(Stateless):
     residual, and so does a node that rounds what it passes on.
     """
 
+    only_selects = True
+
     def __init__(self, config: GTopkConfig, tools: Tools) -> None:
         self._tools = tools
 
-    def reduce(self, acc: Tensor, k: int) -> Reduced:
+    def reduce(self, acc: Source, k: int) -> Reduced:
         # 1. Choose locally.
-        chosen, threshold = self._tools.kernels.select_topk(acc, k)
+        chosen, threshold = self._tools.largest(acc, k)
         # 2. Merge up the tree, k at every node; what a node drops or rounds it still owes.
         partial, owed, cut = self._merge_up(chosen, k)
         # 3. Tell everyone what arrived at the root, down the same tree.

@@ -6,15 +6,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
-
 from oktopk.algorithms.base import less, mean_of
 from oktopk.config import OkTopkConfig
 from oktopk.primitives.collectives import Tools, gather_regions, split_and_reduce
 from oktopk.primitives.partition import Regions, balanced_regions, region_loads
 from oktopk.primitives.selection import ReusedThreshold, Winners, winners, winners_above
 from oktopk.schedule import is_due
-from oktopk.types import Reduced, SparseVector, Stats
+from oktopk.types import Reduced, Source, SparseVector, Stats, to_dense
 
 
 class OkTopk:
@@ -32,7 +30,7 @@ class OkTopk:
         self._bounds: list[int] = []
         self._step = 0
 
-    def reduce(self, acc: Tensor, k: int) -> Reduced:
+    def reduce(self, acc: Source, k: int) -> Reduced:
         tools = self._tools
         # 1. Choose locally.
         chosen, threshold = self._choose(acc, k)
@@ -51,10 +49,14 @@ class OkTopk:
         stats = Stats(chosen.nnz, total.nnz, threshold, won.threshold, imbalance)
         return Reduced(mean_of(total, tools.world_size), sent, stats)
 
-    def _choose(self, acc: Tensor, k: int) -> tuple[SparseVector, float]:
+    @property
+    def only_selects(self) -> bool:
+        return self._config.threshold == "fresh"
+
+    def _choose(self, acc: Source, k: int) -> tuple[SparseVector, float]:
         if self._config.threshold == "reused":
-            return self._local.select(acc, k, self._tools.kernels)
-        return self._tools.kernels.select_topk(acc, k)
+            return self._local.select(to_dense(acc), k, self._tools.kernels)
+        return self._tools.largest(acc, k)
 
     def _regions(self, chosen: SparseVector) -> Regions:
         is_stale = not self._bounds or is_due(self._step, self._config.repartition_every)

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from oktopk.algorithms.base import Stateless, mean_of
 from oktopk.config import TopkAConfig
 from oktopk.primitives.collectives import Tools, gather_vectors
-from oktopk.types import Reduced, Stats
+from oktopk.types import Reduced, Source, Stats
 
 
 class TopkA(Stateless):
     """Volume 2k(P-1): grows with the number of ranks."""
 
+    only_selects = True
+
     def __init__(self, config: TopkAConfig, tools: Tools) -> None:
         self._config, self._tools = config, tools
 
-    def reduce(self, acc: Tensor, k: int) -> Reduced:
+    def reduce(self, acc: Source, k: int) -> Reduced:
         # 1. Choose locally.
-        chosen, threshold = self._tools.kernels.select_topk(acc, k)
+        chosen, threshold = self._tools.largest(acc, k)
         # 2. Tell everyone, and sum in the order of ranks.
         total, sent = gather_vectors(chosen, self._tools)
         # 3. Optionally keep only the k largest sums.

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from oktopk.algorithms.base import Stateless, less, mean_of
 from oktopk.config import TopkDSAConfig
 from oktopk.primitives.collectives import Tools, gather_regions, split_and_reduce
 from oktopk.primitives.partition import Regions, equal_bounds
-from oktopk.types import Reduced, SparseVector, Stats
+from oktopk.types import Reduced, Source, SparseVector, Stats
 
 
 class TopkDSA(Stateless):
     """Volume up to 2k(P-1)/P + 2 min(Pk, n)(P-1)/P: the union fills in as ranks are added."""
 
+    only_selects = True
+
     def __init__(self, config: TopkDSAConfig, tools: Tools) -> None:
         self._config, self._tools = config, tools
 
-    def reduce(self, acc: Tensor, k: int) -> Reduced:
+    def reduce(self, acc: Source, k: int) -> Reduced:
         # 1. Choose locally.
-        chosen, threshold = self._tools.kernels.select_topk(acc, k)
+        chosen, threshold = self._tools.largest(acc, k)
         # 2. Send each coordinate to the rank that owns its region, and sum there.
         bounds = equal_bounds(acc.numel(), self._tools.world_size)
         region, values = split_and_reduce(chosen, Regions(bounds), self._config.in_flight, self._tools)

@@ -9,15 +9,25 @@ from oktopk.config import Options
 from oktopk.metrics import Sink
 
 
-class GroupOptions(Options, total=False):
-    """Options of a reducer whose group is given."""
-
-    wire: str  # how values travel: float32, float16, bfloat16, int8
+class _ReducerOptions(Options, total=False):
     metrics: Sink | None  # gets a `StepRecord` of every step
     timeout: timedelta | float | None  # of every collective; None: that of the process group
+
+
+class GroupOptions(_ReducerOptions, total=False):
+    """Options of a reducer whose group is given."""
+
+    wire: str  # how values travel: float32, float16, bfloat16, int8, int4, codebook2
 
 
 class FrontEndOptions(GroupOptions, total=False):
     """Options of a reducer that a front end makes."""
 
     group: Any  # a ProcessGroup or a Transport; without it that of the model, or all ranks
+
+
+class LocalOptions(_ReducerOptions, total=False):
+    """Options of the reducer that `local_steps` makes, whose wire is an argument."""
+
+    group: Any  # as in FrontEndOptions
+    warmup_steps: int  # dense synchronisations at the beginning, counted in optimizer steps

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from oktopk.types import SparseVector
+from oktopk.types import Difference, Source, SparseVector
 
 
 class Kernels(Protocol):
@@ -37,7 +37,11 @@ class Kernels(Protocol):
         """
         ...
 
-    def select_topk(self, x: Tensor, k: int) -> tuple[SparseVector, float]:
+    def scan(self, difference: Difference, k: int = 0) -> float:
+        """The sum of squares of a difference; not finite if an entry is not. k announces `select_topk` of it."""
+        ...
+
+    def select_topk(self, x: Source, k: int) -> tuple[SparseVector, float]:
         """The k non-zero entries largest in magnitude (ties: lower index first; all, if fewer than k are non-zero).
 
         Also the smallest chosen magnitude, 0.0 when nothing is chosen.
@@ -76,6 +80,13 @@ class Kernels(Protocol):
 
     def retain_(self, residual: Tensor, sent: SparseVector) -> float:
         """residual[sent.indices] -= sent.values; by how much the sum of squares of residual changed."""
+        ...
+
+    def move_(self, difference: Difference, mean: SparseVector, sent: SparseVector) -> float:
+        """shared -= mean, and own -= mean - sent: `sent` leaves the difference. How its sum of squares changed.
+
+        `sent` may name an index twice.
+        """
         ...
 
     def fill_(self, pieces: Sequence[Tensor], vector: SparseVector, scale: float = 1.0) -> None:

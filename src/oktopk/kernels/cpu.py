@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from oktopk.kernels import cpu_sparse as sparse
 from oktopk.kernels.cpu_simd import LINE_BYTES, WORD
 from oktopk.kernels.cpu_team import Team
 from oktopk.kernels.reference import ReferenceKernels
-from oktopk.types import SparseVector, index_dtype
+from oktopk.types import Difference, Source, SparseVector, index_dtype
 
 SAMPLE = 1 << 15  # entries that tell a threshold; more = fewer candidates, slower sample
 SHARE = 64  # a sample is at most one of this many entries
@@ -62,7 +62,7 @@ class CpuKernels(ReferenceKernels):
         if grad.dtype != residual.dtype:
             return self._accumulate_converted_(residual, grad)
         if k > 0:
-            return self._add_and_gather(_Sum.of(residual, residual, [grad]), k)
+            return self._scan_and_remember(_Sum.of(residual, residual, [grad]), k)
         total, addend = _numpy(residual), _numpy(grad)
         return float(sum(self._team.run(total.size, lambda a, b: loops.accumulate(total[a:b], addend[a:b]))))
 
@@ -71,15 +71,23 @@ class CpuKernels(ReferenceKernels):
         if residual.dtype not in _FLOATS or not residual.is_contiguous() or not plain:
             return super().add(out, residual, pieces, k)
         _written(out)
-        return self._add_and_gather(_Sum.of(out, residual, pieces), max(1, k))
+        return self._scan_and_remember(_Sum.of(out, residual, pieces), max(1, k))
 
-    def select_topk(self, x: Tensor, k: int) -> tuple[SparseVector, float]:
+    def scan(self, difference: Difference, k: int = 0) -> float:
+        if not _is_plain(difference):
+            return super().scan(difference, k)
+        return self._scan_and_remember(_Subtraction.of(difference), max(1, k))
+
+    def select_topk(self, x: Source, k: int) -> tuple[SparseVector, float]:
+        if isinstance(x, Difference) and not _is_plain(x):
+            return super().select_topk(x, k)
         candidates, self._candidates = self._candidates, None
+        entries = _Subtraction.of(x) if isinstance(x, Difference) else _Plain.of(x)
         if candidates is None or not candidates.serve(x, k):
-            candidates = self._gather(x, k, self._low_key(x, k))
+            candidates = self._gather(entries, k, self._low_key(entries, k))
         if candidates.count < k and candidates.key > 1:
             # The sample promised too much: let every entry that is not zero compete.
-            candidates = self._gather(x, k, 1)
+            candidates = self._gather(entries, k, 1)
         return self._keep(candidates, k)
 
     def select_above(self, x: Tensor, threshold: float) -> SparseVector:
@@ -139,6 +147,20 @@ class CpuKernels(ReferenceKernels):
             raise IndexError(f"sent names entries outside of a residual of {residual.numel()}.")
         return float(change)
 
+    def move_(self, difference: Difference, mean: SparseVector, sent: SparseVector) -> float:
+        if not _is_plain(difference) or {mean.values.dtype, sent.values.dtype} != {difference.dtype}:
+            return super().move_(difference, mean, sent)
+        for vector in (mean, sent):
+            _require_same_size(vector.indices, vector.values)
+        terms = _Subtraction.of(difference).terms
+        for written in (difference.shared, *difference.own):
+            _written(written)
+        placed = sparse.move(*terms, _numpy(mean.indices), _numpy(mean.values))
+        change = sparse.take_from_difference(*terms, _numpy(sent.indices), _numpy(sent.values))
+        if placed < mean.nnz or np.isnan(change):
+            raise IndexError(f"mean or sent name entries outside of a vector of {difference.numel()}.")
+        return float(change)
+
     def fill_(self, pieces: Sequence[Tensor], vector: SparseVector, scale: float = 1.0) -> None:
         if not all(piece.is_contiguous() and piece.dtype == pieces[0].dtype for piece in pieces):
             return super().fill_(pieces, vector, scale)
@@ -162,62 +184,49 @@ class CpuKernels(ReferenceKernels):
             total += loops.accumulate(part.numpy(), converted.numpy())
         return total
 
-    def _add_and_gather(self, total: _Sum, k: int) -> float:
-        energy, self._candidates = self._scan(total.out, total, k, self._low_key(total.out, k, total))
+    def _scan_and_remember(self, entries: _Entries, k: int) -> float:
+        """The sum of squares; candidates are kept for `select_topk`."""
+        energy, self._candidates = self._scan(entries, k, self._low_key(entries, k))
         return energy
 
-    def _low_key(self, x: Tensor, k: int, total: _Sum | None = None) -> int:
-        """A key that a little more than k entries of x should reach, as it is or will be, told from a sample."""
-        if x.numel() <= SMALL or 2 * k >= x.numel():
+    def _low_key(self, entries: _Entries, k: int) -> int:
+        """A key that a little more than k entries should reach, as they are or will be, told from a sample."""
+        numel = entries.source.numel()
+        if numel <= SMALL or 2 * k >= numel:
             return 1
-        keys = self._buffer("sample", _BITS[x.itemsize][1], min(SAMPLE, x.numel() // SHARE))
-        if total is None:
-            drawn = loops.sample(_bits(x), SEED, keys)
-        else:
-            drawn = loops.sample_sum(*total.terms, SEED, keys.view(total.residual.dtype))
-        expected = drawn * k / x.numel()
+        keys = self._buffer("sample", _BITS[entries.source.dtype.itemsize][1], min(SAMPLE, numel // SHARE))
+        drawn = entries.sample(keys)
+        expected = drawn * k / numel
         rank = int(expected + DEVIATIONS * expected**0.5) + 1
         return max(1, int(loops.kth_largest(keys, drawn, min(rank, drawn), self._counters)[0]))
 
-    def _gather(self, x: Tensor, k: int, low: int) -> _Candidates:
-        _, candidates = self._scan(x, None, k, low)
-        return candidates or self._scan_alone(x, None, k, low)[1]
+    def _gather(self, entries: _Entries, k: int, low: int) -> _Candidates:
+        _, candidates = self._scan(entries, k, low)
+        return candidates or self._scan_alone(entries, k, low)[1]
 
-    def _scan(self, x: Tensor, total: _Sum | None, k: int, low: int) -> tuple[float, _Candidates | None]:
-        """One pass over x: gather candidates, and if it is to become a sum, make it. The sum of squares, and those."""
-        stretches = self._team.stretches(x.numel())
+    def _scan(self, entries: _Entries, k: int, low: int) -> tuple[float, _Candidates | None]:
+        """One pass: the sum of squares, and candidates unless they are spread so unevenly that room ran out."""
+        source = entries.source
+        stretches = self._team.stretches(source.numel())
         if len(stretches) == 1:
-            return self._scan_alone(x, total, k, low)
-        room = _capacity(2 * k // len(stretches), x.numel())
-        indices, values = self._room(x, room * len(stretches))
-        bits, key = _bits(x), np.uint64(low)
-        places = {start: slice(i * room, (i + 1) * room) for i, (start, _) in enumerate(stretches)}
+            return self._scan_alone(entries, k, low)
+        room = _capacity(2 * k // len(stretches), source.numel())
+        indices, values = self._room(source, room * len(stretches))
+        key, places = np.uint64(low), {start: slice(i * room, (i + 1) * room) for i, (start, _) in enumerate(stretches)}
 
         def scan(start: int, stop: int) -> tuple[float, int, bool]:
-            own = indices[places[start]], values[places[start]]
-            if total is None:
-                count, at = loops.compact(bits, start, stop, key, *own, 0)
-                return 0.0, count, at == stop
-            energy, count, at = loops.add_compact(total.array, *total.terms, start, stop, key, *own, 0, total.past)
-            rest, _, _ = loops.add_compact(total.array, *total.terms, at, stop, _NEVER, *own, 0, total.past)
-            return energy + rest, count, at == stop
+            return entries.scan(start, stop, key, indices[places[start]], values[places[start]])
 
         energies, counts, complete = zip(*self._team.each(stretches, scan), strict=True)
         count = _close_up(indices, values, room, counts)
-        # Entries so unevenly spread that a thread ran out of room are gathered again, by one thread.
-        candidates = _Candidates(low, indices, values, count, k, x, _version(x)) if all(complete) else None
+        candidates = _Candidates(low, indices, values, count, k, source, _version(source)) if all(complete) else None
         return float(sum(energies)), candidates
 
-    def _scan_alone(self, x: Tensor, total: _Sum | None, k: int, low: int) -> tuple[float, _Candidates]:
-        indices, values = self._room(x, _capacity(k, x.numel()))
-        key, energy = np.uint64(low), 0.0
-        if total is None:
-            count = loops.compact_largest(_bits(x), key, k, indices, values, self._counters)
-        else:
-            energy, count = loops.add_compact_largest(
-                total.array, *total.terms, key, k, indices, values, self._counters, total.past
-            )
-        return float(energy), _Candidates(low, indices, values, count, k, x, _version(x))
+    def _scan_alone(self, entries: _Entries, k: int, low: int) -> tuple[float, _Candidates]:
+        source = entries.source
+        indices, values = self._room(source, _capacity(k, source.numel()))
+        energy, count = entries.scan_largest(np.uint64(low), k, indices, values, self._counters)
+        return float(energy), _Candidates(low, indices, values, count, k, source, _version(source))
 
     def _keep(self, candidates: _Candidates, k: int) -> tuple[SparseVector, float]:
         k = min(k, candidates.count)
@@ -247,11 +256,11 @@ class CpuKernels(ReferenceKernels):
             np.empty(vector.nnz + 1, _BITS[vector.values.itemsize][1]),
         )
 
-    def _room(self, x: Tensor, size: int, keep: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    def _room(self, x: Source, size: int, keep: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """Buffers for `size` candidates of x; the first `keep` entries survive growth."""
         self._candidates = None
         index = np.int32 if index_dtype(x.numel()) == torch.int32 else np.int64
-        bits = _BITS[x.itemsize][1]
+        bits = _BITS[x.dtype.itemsize][1]
         return self._buffer("indices", index, size, keep), self._buffer("values", bits, size, keep)
 
     def _buffer(self, use: str, dtype: Any, size: int, keep: int = 0) -> np.ndarray:
@@ -277,13 +286,62 @@ class _Pieces:
         addresses = np.array([piece.data_ptr() for piece in pieces], np.int64)
         return cls(addresses, np.cumsum([piece.numel() for piece in pieces], dtype=np.int64))
 
+    @classmethod
+    def making_up(cls, whole: Tensor, pieces: Sequence[Tensor]) -> _Pieces:
+        """Of pieces that must be as long as `whole` together."""
+        table = cls.of(pieces)
+        if table.ends[-1] != whole.numel():
+            raise IndexError(f"pieces of {table.ends[-1]} entries do not make up a vector of {whole.numel()}.")
+        return table
+
+
+class _Entries(Protocol):
+    """A vector that candidates are looked for in, as it lies in memory or while it is made."""
+
+    @property
+    def source(self) -> Source: ...
+
+    def sample(self, keys: np.ndarray) -> int:
+        """Fill `keys` with keys of entries from all over; how many."""
+        ...
+
+    def scan(self, start: int, stop: int, key: Any, indices: Any, values: Any) -> tuple[float, int, bool]:
+        """Write the entries of a stretch that reach `key`. The sum of squares, how many, and whether all had room."""
+        ...
+
+    def scan_largest(self, key: Any, k: int, indices: Any, values: Any, counters: Any) -> tuple[float, int]:
+        """As `scan` of all; when room runs out, at least the k largest."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Plain:
+    """A vector in one piece. Its sum of squares is not asked for."""
+
+    source: Tensor
+    bits: np.ndarray
+
+    @classmethod
+    def of(cls, x: Tensor) -> _Plain:
+        return cls(x, _bits(x))
+
+    def sample(self, keys: np.ndarray) -> int:
+        return int(loops.sample(self.bits, SEED, keys))
+
+    def scan(self, start: int, stop: int, key: Any, indices: Any, values: Any) -> tuple[float, int, bool]:
+        count, at = loops.compact(self.bits, start, stop, key, indices, values, 0)
+        return 0.0, count, at == stop
+
+    def scan_largest(self, key: Any, k: int, indices: Any, values: Any, counters: Any) -> tuple[float, int]:
+        return 0.0, loops.compact_largest(self.bits, key, k, indices, values, counters)
+
 
 @dataclass(frozen=True)
 class _Sum:
-    """What `out` becomes: a residual plus a gradient in pieces."""
+    """What `source` becomes: a residual plus a gradient in pieces."""
 
-    out: Tensor
-    array: np.ndarray  # out
+    source: Tensor
+    out: np.ndarray  # source
     residual: np.ndarray
     pieces: _Pieces
     past: bool  # write past the caches
@@ -291,15 +349,54 @@ class _Sum:
     @classmethod
     def of(cls, out: Tensor, residual: Tensor, pieces: Sequence[Tensor]) -> _Sum:
         _require_same_size(out, residual)
-        table = _Pieces.of(pieces)
-        if table.ends[-1] != residual.numel():
-            raise IndexError(f"pieces of {table.ends[-1]} entries do not make up a residual of {residual.numel()}.")
         past = out.data_ptr() != residual.data_ptr() and out.data_ptr() % LINE_BYTES == 0
-        return cls(out, _numpy(out), _numpy(residual), table, past)
+        return cls(out, _numpy(out), _numpy(residual), _Pieces.making_up(residual, pieces), past)
 
     @property
     def terms(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         return self.residual, self.pieces.addresses, self.pieces.ends
+
+    def sample(self, keys: np.ndarray) -> int:
+        return int(loops.sample_sum(*self.terms, 1, SEED, keys.view(self.residual.dtype)))
+
+    def scan(self, start: int, stop: int, key: Any, indices: Any, values: Any) -> tuple[float, int, bool]:
+        energy, count, at = loops.add_compact(self.out, *self.terms, start, stop, key, indices, values, 0, self.past)
+        rest, _, _ = loops.add_compact(self.out, *self.terms, at, stop, _NEVER, indices, values, 0, self.past)
+        return energy + rest, count, at == stop
+
+    def scan_largest(self, key: Any, k: int, indices: Any, values: Any, counters: Any) -> tuple[float, int]:
+        energy, count = loops.add_compact_largest(self.out, *self.terms, key, k, indices, values, counters, self.past)
+        return energy, count
+
+
+@dataclass(frozen=True)
+class _Subtraction:
+    """A difference, which is not written anywhere."""
+
+    source: Difference
+    shared: np.ndarray
+    pieces: _Pieces
+
+    @classmethod
+    def of(cls, difference: Difference) -> _Subtraction:
+        pieces = _Pieces.making_up(difference.shared, difference.own)
+        return cls(difference, _numpy(difference.shared), pieces)
+
+    @property
+    def terms(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        return self.shared, self.pieces.addresses, self.pieces.ends
+
+    def sample(self, keys: np.ndarray) -> int:
+        return int(loops.sample_sum(*self.terms, -1, SEED, keys.view(self.shared.dtype)))
+
+    def scan(self, start: int, stop: int, key: Any, indices: Any, values: Any) -> tuple[float, int, bool]:
+        energy, count, at = loops.subtract_compact(*self.terms, start, stop, key, indices, values, 0)
+        rest, _, _ = loops.subtract_compact(*self.terms, at, stop, _NEVER, indices, values, 0)
+        return energy + rest, count, at == stop
+
+    def scan_largest(self, key: Any, k: int, indices: Any, values: Any, counters: Any) -> tuple[float, int]:
+        energy, count = loops.subtract_compact_largest(*self.terms, key, k, indices, values, counters)
+        return energy, count
 
 
 @dataclass(frozen=True)
@@ -311,13 +408,12 @@ class _Candidates:
     values: np.ndarray  # bit patterns
     count: int
     k: int
-    source: Tensor
+    source: Source
     version: int
 
-    def serve(self, x: Tensor, k: int) -> bool:
+    def serve(self, x: Source, k: int) -> bool:
         """Whether these are candidates for the k largest of x as it is now."""
-        same = (x.data_ptr(), x.numel(), x.dtype) == (self.source.data_ptr(), self.source.numel(), self.source.dtype)
-        return same and k <= self.k and _version(x) == self.version != _UNKNOWN
+        return _same(x, self.source) and k <= self.k and _version(x) == self.version != _UNKNOWN
 
 
 def _capacity(k: int, numel: int) -> int:
@@ -344,9 +440,25 @@ def _bits(x: Tensor) -> np.ndarray:
     return x.detach().contiguous().view(signed).numpy().view(unsigned)
 
 
-def _vector(source: Tensor | SparseVector, indices: np.ndarray, bits: np.ndarray) -> SparseVector:
+def _same(a: Source, b: Source) -> bool:
+    """Whether two sources are one vector in memory."""
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return a is b
+    return (a.data_ptr(), a.numel(), a.dtype) == (b.data_ptr(), b.numel(), b.dtype)
+
+
+def _is_plain(difference: Difference) -> bool:
+    """Whether the loops can work on it."""
+    vectors = (difference.shared, *difference.own)
+    return difference.dtype in _FLOATS and all(v.dtype == difference.dtype and v.is_contiguous() for v in vectors)
+
+
+def _vector(source: Source | SparseVector, indices: np.ndarray, bits: np.ndarray) -> SparseVector:
     """Entries of `source`, from their indices and bit patterns."""
-    dtype, numel = (source.dtype, source.numel()) if isinstance(source, Tensor) else (source.values.dtype, source.numel)
+    if isinstance(source, SparseVector):
+        dtype, numel = source.values.dtype, source.numel
+    else:
+        dtype, numel = source.dtype, source.numel()
     values = torch.from_numpy(bits).view(_BITS[dtype.itemsize][0]).view(dtype)
     return SparseVector(torch.from_numpy(indices), values, numel)
 
@@ -366,9 +478,10 @@ def _require_same_size(a: Tensor, b: Tensor) -> None:
         raise IndexError(f"expected two tensors of one size, got {a.numel()} and {b.numel()} entries.")
 
 
-def _version(x: Tensor) -> int:
+def _version(x: Source) -> int:
     """Counts the writes to x."""
-    return _UNKNOWN if x.is_inference() else x._version
+    vectors = (x,) if isinstance(x, Tensor) else (x.shared, *x.own)
+    return _UNKNOWN if any(vector.is_inference() for vector in vectors) else sum(v._version for v in vectors)
 
 
 def _written(x: Tensor) -> None:

@@ -19,6 +19,7 @@ from oktopk.kernels.cpu_simd import (
     array_at,
     mask_at_least,
     prefetch,
+    subtract_word,
 )
 
 DIGIT = 12  # bits a radix pass resolves: 4096 counters stay in the first-level cache
@@ -166,6 +167,70 @@ def _add_few(out: Any, residual: Any, grad: Any, base: int, start: int, stop: in
 
 
 @jit
+def subtract_compact(
+    shared: Any, addresses: Any, ends: Any, start: int, stop: int, key: Any, indices: Any, values: Any, count: int
+) -> Any:
+    """`compact` of shared - pieces, which is not written anywhere, from start up to stop or to where room runs out.
+
+    Pieces as in `add_compact`. Returns the sum of squares, the new count and where it stopped.
+    """
+    room, at, total, piece = indices.size - WORD, start, 0.0, 0
+    while at < stop and count <= room:
+        while ends[piece] <= at:
+            piece += 1
+        base = ends[piece - 1] if piece else 0
+        own = array_at(addresses[piece], ends[piece] - base, shared)
+        more, count, at = _subtract_piece(shared, own, base, at, min(ends[piece], stop), key, indices, values, count)
+        total += more
+    return total, count, at
+
+
+@jit
+def _subtract_piece(
+    shared: Any, own: Any, base: int, start: int, stop: int, key: Any, indices: Any, values: Any, count: int
+) -> Any:
+    """`subtract_compact` of a piece, word by word."""
+    room, at, total = indices.size - WORD, start, 0.0
+    differences, few = values.view(shared.dtype), np.empty(WORD, shared.dtype)
+    bits = few.view(values.dtype)
+    while at < stop and count <= room:
+        first, end = count, min(at + TILE, stop)
+        while at < end and count <= room:
+            for line in range(FAR, FAR + WORD, LINE):
+                prefetch(shared, at + line)
+                prefetch(own, at - base + line)
+            length = min(WORD, end - at)
+            if length == WORD:
+                word, more = subtract_word(shared, at, shared, own, at - base, key)
+            else:
+                more = 0.0
+                for i in range(length):
+                    few[i] = shared[at + i] - own[at + i - base]
+                    more += np.float64(few[i]) * np.float64(few[i])
+                word = _tail_mask(bits, 0, length, key)
+            total += more
+            count = append_places(word, at, indices, count)
+            at += length
+        for i in range(first, count):
+            differences[i] = shared[indices[i]] - own[indices[i] - base]
+    return total, count, at
+
+
+@jit
+def subtract_compact_largest(
+    shared: Any, addresses: Any, ends: Any, key: Any, k: int, indices: Any, values: Any, counters: Any
+) -> Any:
+    """As `subtract_compact` of all, with the rule of `compact_largest`. Returns the sum of squares and the count."""
+    size = shared.size
+    total, count, at = subtract_compact(shared, addresses, ends, 0, size, key, indices, values, 0)
+    while at < size:
+        count, kth = keep_largest(indices, values, count, k, counters, indices, values)
+        more, count, at = subtract_compact(shared, addresses, ends, at, size, kth + _ONE, indices, values, count)
+        total += more
+    return total, count
+
+
+@jit
 def append_places(word: Any, base: int, indices: Any, count: int) -> Any:
     """Write base + i for every set bit i. The first ones go out unasked: a branch on each would be a coin toss."""
     found = population(word)
@@ -287,8 +352,8 @@ def sample(bits: Any, seed: int, keys: Any) -> Any:
 
 
 @jit
-def sample_sum(residual: Any, addresses: Any, ends: Any, seed: int, sums: Any) -> Any:
-    """residual + pieces (see `add_compact`) on the lines that `sample` would take."""
+def sample_sum(residual: Any, addresses: Any, ends: Any, sign: int, seed: int, sums: Any) -> Any:
+    """residual + sign * pieces (see `add_compact`) on the lines that `sample` would take."""
     lines = residual.size // LINE
     wanted = min(sums.size // LINE, lines)
     state, ratio, piece = np.uint64(seed), lines / max(1, wanted), 0
@@ -300,7 +365,7 @@ def sample_sum(residual: Any, addresses: Any, ends: Any, seed: int, sums: Any) -
             while ends[piece] <= at + i:
                 piece += 1
             base = ends[piece - 1] if piece else 0
-            to[i] = residual[at + i] + array_at(addresses[piece], ends[piece] - base, residual)[at + i - base]
+            to[i] = residual[at + i] + sign * array_at(addresses[piece], ends[piece] - base, residual)[at + i - base]
     return wanted * LINE
 
 

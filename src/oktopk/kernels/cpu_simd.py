@@ -76,10 +76,10 @@ def stream_line(typing: Any, to: Any, at: Any, source: Any, start: Any) -> Any:
     return types.void(to, types.intp, source, types.intp), generate
 
 
-def _add_word(past: bool) -> Any:
-    """An intrinsic that adds 64 entries, compares and squares them while they are in registers."""
+def _combine_word(operation: str, store: str) -> Any:
+    """An intrinsic that adds or subtracts 64 entries, compares and squares the results while they are in registers."""
 
-    def add(typing: Any, out: Any, at: Any, residual: Any, grad: Any, grad_at: Any, key: Any) -> Any:
+    def combine(typing: Any, out: Any, at: Any, residual: Any, grad: Any, grad_at: Any, key: Any) -> Any:
         bits = types.Integer.from_bitwidth(out.dtype.bitwidth, False)
         result = types.Tuple((types.uint64, types.float64))
 
@@ -100,10 +100,12 @@ def _add_word(past: bool) -> Any:
                     builder.bitcast(builder.gep(base, [ir.Constant(_I64, start)]), floats.as_pointer())
                     for base in bases
                 )
-                total = builder.fadd(*(builder.load(source, align=width // 8) for source in sources))
-                store = builder.store(total, target, align=LINE_BYTES if past else width // 8)
-                if past:
-                    _stream(builder, store)
+                terms = (builder.load(source, align=width // 8) for source in sources)
+                total = getattr(builder, operation)(*terms)
+                if store == "near":
+                    builder.store(total, target, align=width // 8)
+                elif store == "past":
+                    _stream(builder, builder.store(total, target, align=LINE_BYTES))
                 above = builder.icmp_unsigned(
                     ">=", builder.and_(builder.bitcast(total, integers), magnitude), threshold
                 )
@@ -118,13 +120,14 @@ def _add_word(past: bool) -> Any:
 
         return result(out, types.intp, residual, grad, types.intp, bits), generate
 
-    return intrinsic(add)
+    return intrinsic(combine)
 
 
 # add_word(out, at, residual, grad, grad_at, key): out[at + i] = residual[at + i] + grad[grad_at + i] for 64 entries.
 # Returns bit i: whether the sum, its sign removed, is at least `key`; and the sum of squares of the sums.
-add_word = _add_word(past=False)
-add_word_past = _add_word(past=True)  # out[at] begins a cache line; written as by `stream_line`
+add_word = _combine_word("fadd", "near")
+add_word_past = _combine_word("fadd", "past")  # out[at] begins a cache line; written as by `stream_line`
+subtract_word = _combine_word("fsub", "nowhere")  # of residual - grad; `out` is not looked at
 
 
 @intrinsic

@@ -135,6 +135,47 @@ def subtract_at(residual: Any, indices: Any, values: Any) -> Any:
 
 
 @jit
+def move(shared: Any, addresses: Any, ends: Any, indices: Any, values: Any) -> Any:
+    """shared[indices] -= values, and the same of pieces (as in `cpu_loops.add_compact`); how many it could place."""
+    piece, base = 0, 0
+    own = array_at(addresses[0], ends[0], shared)
+    for i in range(indices.size):
+        prefetch(shared, indices[min(i + AHEAD, indices.size - 1)])
+        at = indices[i]
+        if not 0 <= at < shared.size:
+            return i
+        if not base <= at < ends[piece]:
+            piece = np.searchsorted(ends, at, side="right")
+            base = ends[piece - 1] if piece else 0
+            own = array_at(addresses[piece], ends[piece] - base, shared)
+        shared[at] -= values[i]
+        own[at - base] -= values[i]
+    return indices.size
+
+
+@jit
+def take_from_difference(shared: Any, addresses: Any, ends: Any, indices: Any, values: Any) -> Any:
+    """pieces[indices] += values: so much less is shared - pieces. How the sum of squares of that changed, NaN if an
+    index is out of bounds."""
+    piece, base, change = 0, 0, 0.0
+    own = array_at(addresses[0], ends[0], shared)
+    for i in range(indices.size):
+        prefetch(shared, indices[min(i + AHEAD, indices.size - 1)])
+        at = indices[i]
+        if not 0 <= at < shared.size:
+            return np.nan
+        if not base <= at < ends[piece]:
+            piece = np.searchsorted(ends, at, side="right")
+            base = ends[piece - 1] if piece else 0
+            own = array_at(addresses[piece], ends[piece] - base, shared)
+        before = np.float64(shared[at] - own[at - base])
+        own[at - base] += values[i]
+        after = np.float64(shared[at] - own[at - base])
+        change += after * after - before * before
+    return change
+
+
+@jit
 def fill(addresses: Any, ends: Any, indices: Any, values: Any) -> Any:
     """Pieces (as in `cpu_loops.add_compact`) = values at ascending indices, zero elsewhere; how many it could place."""
     tile, at, base = np.zeros(TILE, values.dtype), 0, 0

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from oktopk.types import SparseVector, index_dtype
+from oktopk.types import Difference, Source, SparseVector, index_dtype
 
 
 class ReferenceKernels:
@@ -27,7 +27,11 @@ class ReferenceKernels:
         torch.add(residual, torch.cat([piece.flatten() for piece in pieces]), out=out)
         return float(out.double().square().sum())
 
-    def select_topk(self, x: Tensor, k: int) -> tuple[SparseVector, float]:
+    def scan(self, difference: Difference, k: int = 0) -> float:
+        return float(difference.to_dense().double().square().sum())
+
+    def select_topk(self, x: Source, k: int) -> tuple[SparseVector, float]:
+        x = x.to_dense() if isinstance(x, Difference) else x
         magnitude = x.abs()
         k = min(k, int(magnitude.count_nonzero()))
         if k == 0:
@@ -78,6 +82,20 @@ class ReferenceKernels:
         before = residual[touched].double().square().sum()
         residual.index_add_(0, sent.indices.long(), sent.values, alpha=-1)
         return float(residual[touched].double().square().sum() - before)
+
+    def move_(self, difference: Difference, mean: SparseVector, sent: SparseVector) -> float:
+        before = difference.to_dense().double().square().sum()
+        correction = difference.shared.new_zeros(difference.numel())
+        for vector, sign in ((mean, 1), (sent, -1)):
+            correction.index_add_(0, vector.indices.long(), vector.values, alpha=sign)
+        difference.shared.index_add_(0, mean.indices.long(), mean.values, alpha=-1)
+        touched = torch.cat([mean.indices, sent.indices]).long().unique()
+        start = 0
+        for piece in difference.own:
+            inside = touched[(touched >= start) & (touched < start + piece.numel())]
+            piece[inside - start] -= correction[inside]
+            start += piece.numel()
+        return float(difference.to_dense().double().square().sum() - before)
 
     def fill_(self, pieces: Sequence[Tensor], vector: SparseVector, scale: float = 1.0) -> None:
         whole = pieces[0].new_zeros(sum(piece.numel() for piece in pieces))

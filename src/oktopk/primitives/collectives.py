@@ -13,7 +13,7 @@ from torch import Tensor
 from oktopk.kernels.base import Kernels
 from oktopk.primitives.partition import Regions, join, split
 from oktopk.transport.base import Transport
-from oktopk.types import SparseVector
+from oktopk.types import Difference, Source, SparseVector
 from oktopk.wire import Wire
 
 
@@ -38,6 +38,13 @@ class Tools:
     @property
     def rank(self) -> int:
         return self.transport.rank
+
+    def largest(self, acc: Source, k: int) -> tuple[SparseVector, float]:
+        """The k largest entries and the smallest magnitude of them, unless they were chosen beforehand."""
+        if isinstance(acc, Difference) and acc.largest is not None:
+            return acc.largest
+        chosen: tuple[SparseVector, float] = self.kernels.select_topk(acc, k)
+        return chosen
 
     def limits(self, counts: Sequence[int] | None, numel: int, dtype: torch.dtype) -> list[int] | None:
         """The longest message each rank can send when it has `counts` entries of vectors of up to `numel`."""

@@ -98,6 +98,10 @@ class Feedback:
         """All of a gradient as one tensor, which is good until the next call for its layout."""
         return torch.cat(gradient.pieces, out=self._spare(gradient)) if gradient.is_scattered else gradient.pieces[0]
 
+    def reject_(self, gradient: Gradient) -> None:
+        """Some rank's gradient was not finite: a GradScaler, or the trainer, shall see that and skip the step."""
+        gradient.fill_(float("nan"))
+
     def owes(self, layout: Layout) -> bool:
         """Whether a gradient of this layout must be compensated."""
         if self._momentum > 0.0:

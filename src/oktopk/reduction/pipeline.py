@@ -14,7 +14,7 @@ from oktopk.algorithms import ALGORITHMS, Algorithm
 from oktopk.algorithms.dense import Dense
 from oktopk.config import DenseConfig, ReducerConfig
 from oktopk.errors import CheckpointError, CommunicationError, OkTopkError
-from oktopk.kernels import Choice, choose
+from oktopk.kernels import Choice, Kernels, choose
 from oktopk.metrics import Clock, Sink, timed
 from oktopk.primitives.collectives import Tools
 from oktopk.reduction.agreement import Agreement, Terms, check_terms, refusal
@@ -23,16 +23,17 @@ from oktopk.reduction.communication import Agreed
 from oktopk.reduction.feedback import Feedback
 from oktopk.reduction.gradient import Gradient, Layout
 from oktopk.reduction.grouping import Grouping
-from oktopk.reduction.records import Plan, StepRecords
+from oktopk.reduction.records import Plan, Request, StepRecords
+from oktopk.reduction.updates import Updates
 from oktopk.schedule import Schedule
 from oktopk.transport import MeteredTransport, Transport
-from oktopk.types import Stats
+from oktopk.types import Stats, to_dense
 from oktopk.wire import Wire
 
 _KERNEL_PHASES = {
     "all_below": "select", "accumulate_": "select", "add": "select", "select_topk": "select", "select_above": "select",
     "count_above": "select", "magnitude_histogram": "select", "common": "select", "above": "select",
-    "retain_": "select", "sum_sparse": "sum", "fill_": "unpack",
+    "retain_": "select", "scan": "select", "move_": "unpack", "sum_sparse": "sum", "fill_": "unpack",
 }  # fmt: skip
 _WIRE_PHASES = {"pack": "pack", "unpack": "unpack"}
 
@@ -69,7 +70,7 @@ class Pipeline:
         exact = timed(Wire("float32"), self.clock, _WIRE_PHASES)
         self.tools = Tools(self.transport, timed(self._wire, self.clock, _WIRE_PHASES), exact, kernels)
         self._dense = Dense(DenseConfig(), Tools(self.transport, exact, exact, kernels))
-        self.feedback = Feedback(kernels, settings.shared.momentum_correction, settings.shared.factor_masking)
+        self.feedback = self._feedback(kernels)
         self.grouping = Grouping()
         self.unused: set[str] = set()  # names that took no part on any rank when they were last reduced
         self.gradient_scale = 1.0
@@ -84,10 +85,16 @@ class Pipeline:
         """How many steps are behind us."""
         return max(self._steps.values(), default=0)
 
-    def reduce_(self, gradient: Gradient, unused: frozenset[str]) -> Tensor:
-        """Replace a gradient by its mean over ranks, group by group."""
+    def _feedback(self, kernels: Kernels) -> Feedback | Updates:
+        shared = self.settings.shared
+        if shared.reduce == "updates":
+            return Updates(kernels)
+        return Feedback(kernels, shared.momentum_correction, shared.factor_masking)
+
+    def reduce_(self, gradient: Gradient, request: Request) -> Tensor:
+        """Replace a gradient by its mean over ranks, group by group; or bring weights together."""
         for group in gradient.groups(self.grouping.split(gradient.layout)):
-            self._reduce_group_(group, unused & group.names)
+            self._reduce_group_(group, request)
         return gradient.pieces[0]
 
     def rescale(self, scale: float) -> None:
@@ -96,14 +103,18 @@ class Pipeline:
             self.feedback.scale_(scale / self.gradient_scale)
             self.gradient_scale = scale
 
-    def _reduce_group_(self, gradient: Gradient, unused: frozenset[str]) -> None:
+    def _reduce_group_(self, gradient: Gradient, request: Request) -> None:
         self.records.restart()
-        plan = self._plan(gradient, unused)
+        plan = self._plan(gradient, request)
         agreed = self._agree(plan)
         started = perf_counter()  # after the agreement, which waits for the last rank
         self.unused = (self.unused - gradient.names) | agreed.unused
         skip = self._follow_step(plan.step, agreed.skip)
-        stats = self._skip_(plan) if skip else self._reduce_plan_(plan, agreed.unused)
+        stats = Stats(0, 0)
+        if skip:
+            self.feedback.reject_(gradient)
+        else:
+            stats = self._reduce_plan_(plan, agreed.unused)
         self._steps |= dict.fromkeys(gradient.names, plan.step + 1)
         self.records.take(plan, stats, self.feedback.norm(gradient.layout), skip)
         if not skip:
@@ -117,29 +128,43 @@ class Pipeline:
         gradient.zero_(unused)
         with self.feedback.withheld(gradient.layout, unused):
             acc = self.feedback.compensate(gradient, plan.wanted, plan.with_feedback)
-            reduced = self._algorithm_of(plan).reduce(acc, plan.k)
+            algorithm = self._algorithm_of(plan)
+            reduced = algorithm.reduce(acc if algorithm.only_selects else to_dense(acc), plan.k)
             self.feedback.retain(gradient, reduced, plan.with_feedback)
         return reduced.stats
 
-    def _skip_(self, plan: Plan) -> Stats:
-        """Some rank's gradient was not finite: a GradScaler, or the trainer, shall see that and skip the step."""
-        plan.gradient.fill_(float("nan"))
-        return Stats(0, 0)
-
     # -- deciding ------------------------------------------------------------------------------------------------
 
-    def _plan(self, gradient: Gradient, unused: frozenset[str]) -> Plan:
-        numel = gradient.numel
-        step = max((self._steps.get(name, 0) for name in gradient.names), default=0)
-        is_sparse = self._may_be_sparse(step, numel) and self._follow_tuner(gradient.layout)
-        k = self.schedule.k_at(step, numel) if is_sparse else numel
-        with_feedback = is_sparse or self._is_rounding_dense(step) or self.feedback.owes(gradient.layout)
-        return Plan(gradient, step, k, is_sparse, with_feedback, unused)
+    def _plan(self, gradient: Gradient, request: Request) -> Plan:
+        step = request.step
+        if step is None:
+            step = max((self._steps.get(name, 0) for name in gradient.names), default=0)
+        k = self.k_at(step, gradient.numel) if not request.dense else 0
+        is_sparse = bool(k) and self._follow_tuner(gradient.layout)
+        is_rounding = self._is_rounding_dense(step) and not request.dense
+        with_feedback = is_sparse or is_rounding or self.feedback.owes(gradient.layout)
+        return Plan(
+            gradient,
+            step,
+            k if is_sparse else gradient.numel,
+            is_sparse,
+            is_rounding,
+            with_feedback,
+            request.unused & gradient.names,
+            request.terms,
+        )
 
-    def _may_be_sparse(self, step: int, numel: int) -> bool:
-        if self._algorithm_class is Dense or self.schedule.is_warmup(step):
-            return False
-        return numel >= max(1, self.settings.shared.min_numel)
+    def k_at(self, step: int, numel: int) -> int:
+        """How many of `numel` entries are selected at a step; 0 if all are sent."""
+        is_dense = self._algorithm_class is Dense or self.schedule.is_warmup(step)
+        if is_dense or numel < max(1, self.settings.shared.min_numel):
+            return 0
+        return self.schedule.k_at(step, numel)
+
+    @cached_property
+    def only_selects(self) -> bool:
+        """Whether the algorithm asks nothing of a vector but its largest entries."""
+        return bool(self._algorithm_class(self.settings.algorithm_config, self.tools).only_selects)
 
     def _is_rounding_dense(self, step: int) -> bool:
         """Dense by choice over a wire that rounds: the rounding error must stay owed. Warm-up is exact."""
@@ -164,7 +189,8 @@ class Pipeline:
         gradient = plan.gradient
         fault = refusal(gradient)
         finite = fault is None and self.feedback.is_finite(gradient, plan.wanted)
-        mine = Terms(gradient.layout, gradient.dtype, plan.step, plan.k, self.settings.text, finite, fault, plan.unused)
+        text = self.settings.text + plan.terms
+        mine = Terms(gradient.layout, gradient.dtype, plan.step, plan.k, text, finite, fault, plan.unused)
         try:
             return check_terms(mine, self.transport, self.settings.shared.on_nonfinite)
         except (CommunicationError, Agreed):
@@ -184,7 +210,7 @@ class Pipeline:
 
     def _algorithm_of(self, plan: Plan) -> Algorithm:
         """One per layout, since what it remembers belongs to that; dense ones that do not round remember nothing."""
-        if not plan.is_sparse and not self._is_rounding_dense(plan.step):
+        if not plan.is_sparse and not plan.is_rounding:
             return self._dense
         layout = plan.gradient.layout
         if layout not in self._algorithms:

@@ -16,6 +16,16 @@ log = logging.getLogger("oktopk")
 
 
 @dataclass(frozen=True)
+class Request:
+    """What a front end says about a vector that it hands over."""
+
+    unused: frozenset[str] = frozenset()  # names that took no part in this rank's backward
+    step: int | None = None  # None: one more than the last
+    terms: str = ""  # what else must be the same on all ranks
+    dense: bool = False  # send all of it, exactly
+
+
+@dataclass(frozen=True)
 class Plan:
     """What is going to be done with one vector in one step."""
 
@@ -23,8 +33,10 @@ class Plan:
     step: int
     k: int
     is_sparse: bool
+    is_rounding: bool  # dense, over a wire that rounds
     with_feedback: bool  # what is owed is added, and what does not arrive stays owed
     unused: frozenset[str]  # names that took no part in this rank's backward
+    terms: str = ""  # what else must be the same on all ranks
 
     @property
     def wanted(self) -> int:

@@ -1,0 +1,104 @@
+"""The state of local steps as tensors and plain values: weights, what has arrived, optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from oktopk.reduction.rank_states import RankStates, total
+from oktopk.types import Reduced, SparseVector
+
+
+def optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
+    """That of `optimizer.state_dict()`, by position, so that keys are text."""
+    state = optimizer.state_dict()
+    return {
+        "state": {str(index): dict(entry) for index, entry in state["state"].items()},
+        "param_groups": [dict(group) for group in state["param_groups"]],
+    }
+
+
+def load_optimizer_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    state = {int(index): dict(entry) for index, entry in saved["state"].items()}
+    optimizer.load_state_dict({"state": state, "param_groups": [_group(group) for group in saved["param_groups"]]})
+
+
+def _group(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON has lists only, and optimizers compare and unpack tuples."""
+    return {
+        name: tuple(value) if isinstance(value, list) and name != "params" else value for name, value in saved.items()
+    }
+
+
+def plain(arrived: Reduced | None) -> dict[str, Any]:
+    if arrived is None:
+        return {}
+    return {name: _plain_vector(getattr(arrived, name)) for name in ("mean", "sent")}
+
+
+def _plain_vector(vector: Tensor | SparseVector | None) -> dict[str, Tensor]:
+    if isinstance(vector, SparseVector):
+        return {"indices": vector.indices.clone(), "values": vector.values.clone()}
+    return {} if vector is None else {"values": vector.clone()}
+
+
+def reduced_from(saved: Mapping[str, Any], numel: int) -> Reduced | None:
+    if not saved:
+        return None
+
+    def vector(part: Mapping[str, Tensor]) -> Any:
+        if not part:
+            return None
+        return SparseVector(part["indices"], part["values"], numel) if "indices" in part else part["values"]
+
+    return Reduced(vector(saved["mean"]), vector(saved["sent"]))
+
+
+def inherit_weights(states: RankStates) -> dict[str, Any]:
+    """The weights of one vector on a rank of a world of another size: own = shared - owed, with nothing under way."""
+    shared, first = dict(states.first["shared"]), states.first
+    _pay(shared, first["arrived"].get("mean", {}))
+    owed = total((_owed_after(state) for state in states.inherited), states.scale)
+    owed = {name: owed.get(name, torch.zeros_like(part)) for name, part in shared.items()}
+    own = {name: (part - owed[name]).to(first["own"][name].dtype) for name, part in shared.items()}
+    return {"own": own, "owed": owed, "shared": shared, "arrived": {}}
+
+
+def _owed_after(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """What a rank owes when what has arrived is applied."""
+    owed = dict(state["owed"])
+    _pay(owed, state["arrived"].get("sent", {}))
+    return owed
+
+
+def _pay(parts: dict[str, Tensor], amount: Mapping[str, Tensor]) -> None:
+    """Subtract a vector, saved as by `plain`, from what it lies over, part by part."""
+    if not amount:
+        return
+    flat = torch.cat([part.flatten() for part in parts.values()])
+    if "indices" in amount:
+        flat.index_add_(0, amount["indices"].long(), amount["values"], alpha=-1)
+    else:
+        flat.sub_(amount["values"])
+    parts.update(zip(parts, flat.split([part.numel() for part in parts.values()]), strict=True))
+
+
+def inherit_optimizer(states: RankStates) -> dict[str, Any]:
+    """One optimizer state for a rank that inherits several or none: means of tensors, the rest as in the nearest."""
+    given: Sequence[Mapping[str, Any]] = states.inherited or [states.nearest]
+    merged = {
+        index: {name: _mean([state["state"][index][name] for state in given]) for name in entry}
+        for index, entry in given[0]["state"].items()
+        if all(index in state["state"] for state in given)
+    }
+    return {"state": merged, "param_groups": given[0]["param_groups"]}
+
+
+def _mean(values: Sequence[Any]) -> Any:
+    if not isinstance(values[0], Tensor):
+        return values[0]
+    return torch.stack([value.double() for value in values]).mean(0).to(values[0].dtype)

@@ -1,0 +1,54 @@
+"""DDP and scalers that let a rank step by itself."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from oktopk.front_ends.weights import unwrap_optimizer
+
+log = logging.getLogger("oktopk")
+
+
+class QuietDDP:
+    """DDP that neither reduces gradients nor broadcasts buffers, also when somebody turns that on again."""
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self._ddp = ddp
+        self._static, ddp._static_graph_delay_allreduce_enqueued = ddp._static_graph_delay_allreduce_enqueued, True
+        self._hook = ddp.register_forward_pre_hook(self._keep_quiet)
+        self._keep_quiet(ddp, ())
+
+    def _keep_quiet(self, ddp: nn.Module, _: Any) -> None:
+        self._ddp.require_backward_grad_sync = self._ddp.require_forward_param_sync = False
+
+    def end(self) -> None:
+        self._hook.remove()
+        self._ddp.require_backward_grad_sync = self._ddp.require_forward_param_sync = True
+        self._ddp._static_graph_delay_allreduce_enqueued = self._static
+
+
+def count_skipped_steps(
+    scaler: Any, optimizer: Optimizer, steps: Callable[[], int], skipped: Callable[[], None]
+) -> Callable[[], None]:
+    """Let a step that the scaler skips on this rank count all the same: others would wait. Returns how to undo that."""
+    step = scaler.step
+
+    def counted(given: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        before = steps()
+        result = step(given, *args, **kwargs)
+        if unwrap_optimizer(given) is optimizer and steps() == before:
+            skipped()
+        return result
+
+    scaler.step = counted
+
+    def undo() -> None:
+        scaler.step = step
+
+    return undo

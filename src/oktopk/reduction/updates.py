@@ -1,0 +1,284 @@
+"""Error feedback for updates: a rank's own weights are the shared weights minus what it still owes.
+
+The shared weights s are the same bits on every rank. An optimizer steps the own weights x, so s - x is what this rank
+has changed and not sent yet. A reduction of s - x gives `mean` and `sent`; then s -= mean and x -= mean - sent, which
+touches only entries that moved, and s - x is what is still owed. With float32 or float64 weights nothing else has to be
+remembered. Weights of 16 bits cannot hold what is owed to the last bit: it is kept beside them in float32.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import inf, isfinite, sqrt
+
+import torch
+from torch import Tensor
+
+from oktopk.errors import OkTopkError
+from oktopk.kernels.base import Kernels
+from oktopk.reduction.feedback import residual_dtype
+from oktopk.reduction.gradient import Gradient, Layout
+from oktopk.types import Difference, Reduced, Source, SparseVector, Vector, to_dense
+
+log = logging.getLogger("oktopk")
+
+
+@dataclass
+class _Weights:
+    """The shared weights of one layout, and what goes with them."""
+
+    shared: Tensor  # flat, float32 or float64
+    owed: Tensor | None = None  # of 16-bit own weights: flat, float32
+    before: tuple[Tensor, ...] = ()  # of 16-bit own weights: what they were when `owed` was last brought up to date
+    energy: float = 0.0  # sum of squares of what is owed
+    difference: Difference | None = None
+    source: Source | None = None  # what is being reduced
+    arrived: Reduced | None = None  # reduced, but not applied yet
+
+    @property
+    def is_rounded(self) -> bool:
+        return self.owed is not None
+
+
+@dataclass
+class Updates:
+    """What `Feedback` is for gradients, for weights: the same verbs, called by the same pipeline.
+
+    With `deferred` a reduction is applied by `apply`, not as soon as it is done: training goes on meanwhile.
+    """
+
+    kernels: Kernels
+    deferred: bool = False
+    _weights: dict[Layout, _Weights] = field(default_factory=dict)
+
+    def begin(self, own: Gradient) -> None:
+        """Share these weights, which must be the same on every rank. Nothing is owed."""
+        dtype = residual_dtype(own.dtype)
+        weights = _Weights(torch.cat([piece.to(dtype) for piece in own.pieces]))
+        if own.dtype != dtype:
+            weights.owed = torch.zeros_like(weights.shared)
+            weights.before = tuple(piece.clone() for piece in own.pieces)
+        self._weights[own.layout] = weights
+
+    def choose(self, own: Gradient, k: int) -> None:
+        """Fix what is going to be reduced now, so that the own weights may change while it travels.
+
+        k entries of it, or with k = 0 all.
+        """
+        weights = self._of(own)
+        weights.source = None
+        if not self.is_finite(own, k):
+            weights.energy, weights.source = inf, weights.shared  # it is going to be refused
+            return
+        source = self._source(own, weights)
+        if k and isinstance(source, Difference):
+            source.largest = self.kernels.select_topk(source, k)
+        elif isinstance(source, Difference):
+            source = source.to_dense()
+        weights.source = source
+
+    # -- the verbs of the pipeline -------------------------------------------------------------------------------
+
+    def is_finite(self, own: Gradient, k: int) -> bool:
+        """Whether the own weights hold neither NaN nor Inf. Changes nothing."""
+        weights = self._of(own)
+        if self.deferred and weights.source is not None:  # chosen already
+            return isfinite(weights.energy)
+        if weights.is_rounded:
+            return all(self.kernels.all_below(piece, inf) for piece in own.pieces)
+        weights.energy = self.kernels.scan(self._difference(own, weights), k)
+        return isfinite(weights.energy)
+
+    def compensate(self, own: Gradient, k: int, with_feedback: bool) -> Source:
+        """What was changed and not sent yet. Only entries are chosen from it if k is not 0."""
+        weights = self._of(own)
+        if not self.deferred or weights.source is None:
+            weights.source = self._source(own, weights)
+        if k:
+            return weights.source
+        dense = weights.source.to_dense() if isinstance(weights.source, Difference) else weights.source
+        weights.source = dense
+        return dense.clone() if self.deferred else dense  # an algorithm that sends everything may overwrite it
+
+    def retain(self, own: Gradient, reduced: Reduced, with_feedback: bool) -> None:
+        """Move the shared weights by the mean; what was not sent stays owed."""
+        weights = self._of(own)
+        weights.arrived = reduced
+        if not self.deferred:
+            self.apply(own)
+        elif reduced.sent is None:
+            assert isinstance(weights.source, Tensor)
+            weights.arrived = Reduced(reduced.mean, weights.source, reduced.stats)
+
+    def apply(self, own: Gradient) -> None:
+        """Do what `retain` put off, if it did."""
+        weights = self._of(own)
+        arrived, weights.arrived = weights.arrived, None
+        weights.source = None
+        if arrived is None:
+            return
+        if weights.is_rounded:
+            self._apply_rounded(own, weights, arrived)
+        elif isinstance(arrived.mean, SparseVector) and isinstance(arrived.sent, SparseVector):
+            weights.energy += self.kernels.move_(self._difference(own, weights), arrived.mean, arrived.sent)
+        else:
+            self._apply_dense(own, weights, arrived)
+
+    def reject_(self, own: Gradient) -> None:
+        """A step was bad on some rank: one whose weights are not finite takes them back."""
+        weights = self._of(own)
+        weights.source = None
+        if weights.is_rounded:
+            good: tuple[Tensor, ...] = weights.before
+        else:
+            good = weights.shared.split([piece.numel() for piece in own.pieces])
+        for (name, _), piece, fallback in zip(own.layout, own.pieces, good, strict=True):
+            bad = ~piece.isfinite()
+            if bad.any():
+                log.warning("%d entries of %s were not finite and are the shared weights again.", int(bad.sum()), name)
+                piece.copy_(torch.where(bad, fallback.to(piece.dtype), piece))
+
+    def owes(self, layout: Layout) -> bool:
+        return True
+
+    def norm(self, layout: Layout) -> float:
+        return sqrt(max(0.0, self._weights[layout].energy))
+
+    @contextmanager
+    def withheld(self, layout: Layout, names: Collection[str]) -> Iterator[None]:
+        """Weights always take part: one that no rank used has not changed."""
+        yield
+
+    def remember(self, own: Gradient) -> None:
+        """A step that is skipped changes nothing here, so there is nothing to undo."""
+
+    def undo(self) -> None: ...
+
+    def forget(self) -> None: ...
+
+    def scale_(self, factor: float) -> None:
+        raise OkTopkError("weights have no gradient scale: a GradScaler is local when updates are reduced.")
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    def shared(self, layout: Layout) -> Tensor:
+        """The shared weights themselves, flat."""
+        return self._weights[layout].shared
+
+    def owed(self, own: Gradient) -> Tensor:
+        """A copy of what this rank still owes, flat."""
+        weights = self._of(own)
+        if weights.owed is None:
+            return Difference(weights.shared, own.pieces).to_dense()
+        return weights.owed + self._change(own, weights)
+
+    def restore(self, own: Gradient, shared: Tensor, owed: Tensor | None) -> None:
+        """Continue with these shared weights. `owed` is that of 16-bit weights when `own` was as it is now."""
+        self.begin(own)
+        weights = self._weights[own.layout]
+        weights.shared.copy_(shared)
+        if weights.owed is not None and owed is not None:
+            weights.owed.copy_(owed)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Nothing by itself: what is owed lies in weights, which the front end saves."""
+        return {}
+
+    def velocities(self) -> dict[str, Tensor]:
+        return {}
+
+    def load_state_dict(self, residuals: Mapping[str, Tensor], velocities: Mapping[str, Tensor] | None = None) -> None:
+        """As `state_dict`."""
+
+    def arrived(self, layout: Layout) -> Reduced | None:
+        """What was reduced and not applied yet."""
+        return self._weights[layout].arrived
+
+    def resume_arrived(self, layout: Layout, arrived: Reduced | None) -> None:
+        self._weights[layout].arrived = arrived
+
+    def _of(self, own: Gradient) -> _Weights:
+        if own.layout not in self._weights:
+            raise OkTopkError(
+                'nobody shared these weights: reduce="updates" is what oktopk.local_steps sets, which does.'
+            )
+        return self._weights[own.layout]
+
+    def _difference(self, own: Gradient, weights: _Weights) -> Difference:
+        """The same object as long as the weights lie where they did: kernels remember what they saw in it."""
+        known = weights.difference
+        if known is None or any(a.data_ptr() != b.data_ptr() for a, b in zip(known.own, own.pieces, strict=True)):
+            weights.difference = Difference(weights.shared, own.pieces)
+        assert weights.difference is not None
+        weights.difference.largest = None
+        return weights.difference
+
+    def _source(self, own: Gradient, weights: _Weights) -> Source:
+        if weights.owed is None:
+            return self._difference(own, weights)
+        weights.owed += self._change(own, weights)
+        for before, piece in zip(weights.before, own.pieces, strict=True):
+            before.copy_(piece)
+        weights.energy = _energy(weights.owed)
+        return weights.owed.clone() if self.deferred else weights.owed
+
+    def _change(self, own: Gradient, weights: _Weights) -> Tensor:
+        dtype = weights.shared.dtype
+        return torch.cat([a.to(dtype) - b.to(dtype) for a, b in zip(weights.before, own.pieces, strict=True)])
+
+    def _apply_dense(self, own: Gradient, weights: _Weights, arrived: Reduced) -> None:
+        mean = to_dense(arrived.mean)
+        sizes = [piece.numel() for piece in own.pieces]
+        if arrived.sent is None:
+            weights.shared.sub_(mean)
+            weights.energy = 0.0
+            for piece, part in zip(own.pieces, weights.shared.split(sizes), strict=True):
+                piece.copy_(part)
+            return
+        weights.shared.sub_(mean)
+        for piece, part in zip(own.pieces, (mean - to_dense(arrived.sent)).split(sizes), strict=True):
+            piece.sub_(part)
+        weights.energy = _energy(self.owed(own))
+
+    def _apply_rounded(self, own: Gradient, weights: _Weights, arrived: Reduced) -> None:
+        """Own weights follow at the entries that moved, rounded afresh: errors of rounding do not add up."""
+        assert weights.owed is not None
+        weights.owed += self._change(own, weights)
+        _subtract(weights.shared, arrived.mean)
+        if arrived.sent is None:
+            weights.owed.zero_()
+        else:
+            _subtract(weights.owed, arrived.sent)
+        touched = _touched(arrived, own.numel, weights.shared.device)
+        target = weights.shared[touched] - weights.owed[touched]
+        start = 0
+        for before, piece in zip(weights.before, own.pieces, strict=True):
+            before.copy_(piece)
+            inside = (touched >= start) & (touched < start + piece.numel())
+            places = touched[inside] - start
+            piece[places] = target[inside].to(piece.dtype)
+            before[places] = piece[places]
+            start += piece.numel()
+        weights.energy = _energy(weights.owed)
+
+
+def _subtract(vector: Tensor, amount: Vector) -> None:
+    if isinstance(amount, SparseVector):
+        vector.index_add_(0, amount.indices.long(), amount.values.to(vector.dtype), alpha=-1)
+    else:
+        vector.sub_(amount)
+
+
+def _touched(arrived: Reduced, numel: int, device: torch.device) -> Tensor:
+    """Which entries a reduction moves, ascending."""
+    if not isinstance(arrived.mean, SparseVector) or not isinstance(arrived.sent, SparseVector):
+        return torch.arange(numel, device=device)
+    touched: Tensor = torch.cat([arrived.mean.indices, arrived.sent.indices]).long().unique()
+    return touched
+
+
+def _energy(vector: Tensor) -> float:
+    return float(vector.double().square().sum())
