@@ -16,7 +16,7 @@ from oktopk.errors import ConfigError, DataError
 from oktopk.plotting.scales import Scale, plain, say, scale_for
 from oktopk.report import latest_run, read_run, write_report
 from oktopk.report.figures import kind_of, sections
-from oktopk.report.numbers import progress, smooth, switch, thin, totals, world_size
+from oktopk.report.numbers import parts, progress, smooth, switch, thin, totals, world_size
 from run_directories import PARAMETERS, write_lines, write_run
 
 FIGURES = (
@@ -283,3 +283,50 @@ def test_kinds_of_parameters() -> None:
     assert kinds == [
         "linear and other", "bias", "recurrent", "recurrent", "bias", "normalisation", "bias", "linear and other",
     ]  # fmt: skip
+
+
+def test_the_page_says_where_the_bytes_went(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=160, warmup=40)
+    records = [step.reduce for step in read_run(run).steps if step.reduce]
+    dense, sparse = (sum(r.bytes_sent for r in records if r.phase == phase) for phase in ("dense", "sparse"))
+    said = f"{say(dense / (dense + sparse), 'share')} in the dense start of 40 steps, "
+    assert said + f"{say(sparse / (dense + sparse), 'share')} in 120 sparse steps." in page_of(run)
+    assert "shorter dense start" in page_of(run)
+    widths = [float(found) for found in re.findall(r'<i data-tip="[^"]*" style="width:([\d.]+)%', page_of(run))]
+    assert widths == pytest.approx([100 * dense / (dense + sparse), 100 * sparse / (dense + sparse)], abs=0.01)
+
+
+def test_in_a_comparison_bars_are_on_one_scale(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name, algorithm=name) for name in ("dense", "oktopk")]
+    sent = [sum(part.sent for part in parts(read_run(run))) for run in runs]
+    bars = re.findall(r'<div class="track" role="img".*?</div>', page_of(*runs))
+    widths = [sum(float(found) for found in re.findall(r"width:([\d.]+)%", bar)) for bar in bars]
+    assert widths == pytest.approx([100, 100 * sent[1] / sent[0]], abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("phases", "names"),
+    [
+        ("ddss", ["dense start", "sparse steps"]),
+        ("ssss", ["sparse steps"]),
+        ("dssd", ["dense start", "sparse steps", "final mean"]),
+        ("dsds", ["dense start", "sparse steps", "later dense steps"]),
+        ("ssdd", ["sparse steps", "later dense steps"]),
+        ("dddd", ["dense steps"]),
+        ("", []),
+    ],
+)
+def test_parts_of_a_run_are_told_apart_by_when_they_come(tmp_path: Path, phases: str, names: list[str]) -> None:
+    path = write_run(tmp_path / "run", steps=len(phases), warmup=len(phases))
+    lines = [json.loads(line) for line in (path / "steps.jsonl").read_text().splitlines()]
+    for line, phase in zip(lines, phases, strict=True):
+        line["reduce"]["phase"] = {"d": "dense", "s": "sparse"}[phase]
+    write_lines(path / "steps.jsonl", lines)
+    found = parts(read_run(path))
+    assert [part.name for part in found] == names
+    assert sum(part.steps for part in found) == len(phases)
+
+
+def test_a_run_without_sparse_steps_has_no_bar_of_bytes(tmp_path: Path) -> None:
+    assert 'id="bytes"' not in page_of(write_run(tmp_path / "run", algorithm="dense"))
+    assert 'id="bytes"' not in page_of(write_run(tmp_path / "alone", world_size=1))

@@ -86,6 +86,36 @@ def totals(run: Run) -> Totals:
     )
 
 
+@dataclass(frozen=True)
+class Part:
+    """Some steps of a run that sent in the same way."""
+
+    name: str
+    steps: int
+    sent: float  # bytes, by rank 0
+
+
+def parts(run: Run) -> list[Part]:
+    """Where a run's bytes went, in the order of time; parts without a step are left out."""
+    records = reductions(run)
+    sparse = [n for n, record in enumerate(records) if record.phase == "sparse"]
+    if not sparse:
+        return [_part("dense steps", records)] if records else []
+    start, later = records[: sparse[0]], [r for r in records[sparse[0] :] if r.phase == "dense"]
+    # One dense step at the very end is the mean of what ranks still owe; any other was dense by choice, as of auto.
+    is_final = len(later) == 1 and sparse[-1] == len(records) - 2
+    found = [
+        _part("dense start", start),
+        _part("sparse steps", [records[n] for n in sparse]),
+        _part("final mean" if is_final else "later dense steps", later),
+    ]
+    return [part for part in found if part.steps]
+
+
+def _part(name: str, records: Sequence[StepRecord]) -> Part:
+    return Part(name, len(records), float(sum(record.bytes_sent for record in records)))
+
+
 def reductions(run: Run) -> list[StepRecord]:
     return [step.reduce for step in run.steps if step.reduce is not None]
 

@@ -13,6 +13,7 @@ from oktopk.plotting.colors import SERIES, variables
 from oktopk.plotting.drawing import Legend, rules
 from oktopk.plotting.scales import plain, say
 from oktopk.report import figures
+from oktopk.report.bytes_bar import bytes_section
 from oktopk.report.figures import Figure, Section
 from oktopk.report.numbers import Totals, totals, world_size
 from oktopk.report.runs import Run
@@ -25,7 +26,7 @@ def render(runs: Sequence[Run]) -> str:
     """The page for one run, or for several side by side."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
     body = [_header(title, runs), *_summary(runs)]
-    body += [_section(section) for section in figures.sections(runs)]
+    body += [bytes_section(runs), *(_section(section) for section in figures.sections(runs))]
     body += [_densities(runs), *(_epochs(runs, run) for run in runs), _configuration(runs)]
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
