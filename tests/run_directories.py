@@ -71,7 +71,7 @@ def step_line(
         sparse_record(step, density, algorithm, world, numel, chance) if sparse else dense_record(step, world, numel)
     )
     seconds = {"data": 0.004, "forward": 0.05, "backward": 0.09 * chance.uniform(0.95, 1.1), "optimizer": 0.006}
-    seconds |= dict(record.seconds)
+    seconds |= dict(record.seconds) | {"wait": 0.6 * sum(record.seconds.values())}
     return {
         "step": step,
         "epoch": step // per_epoch,

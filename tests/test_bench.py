@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import pytest
@@ -26,6 +26,7 @@ from oktopk.bench.result_file import header, write_results
 from oktopk.bench.step import StepBench, StepResult, bench_step, best
 from oktopk.bench.targets import targets
 from oktopk.cli import main
+from oktopk.cli.bench import BenchOverlap
 from oktopk.errors import ConfigError
 
 needs_root = pytest.mark.skipif(missing_for_emulation() is not None, reason="no emulated network here")
@@ -121,6 +122,11 @@ def test_a_world_larger_than_the_place_is_refused() -> None:
 def test_overlap_is_measured_both_ways() -> None:
     result = bench_overlap(Cluster(2), OverlapBench(numel=NUMEL, batch=4, bucket_cap_mb=0.05, steps=2))
     assert result.buckets >= 2 and min(result.overlapped, result.serialised, result.floor) > 0
+
+
+def test_the_command_of_the_page_measures_what_the_page_shows() -> None:
+    flags = {field.name: field.default for field in fields(BenchOverlap)}
+    assert {name: flags[name] for name in vars(OverlapBench())} == vars(OverlapBench())
 
 
 def test_hidden_is_the_part_that_overlap_saves() -> None:

@@ -21,8 +21,8 @@ from run_directories import PARAMETERS, write_lines, write_run
 
 FIGURES = (
     "loss-step", "loss-time", "loss-bytes", "metric-step", "metric-time", "metric-bytes", "sparsity", "counts",
-    "thresholds", "residual", "imbalance", "kinds", "bounds", "spent", "messages", "phases", "mean-phases", "memory",
-    "histogram", "overlap", "xi",
+    "thresholds", "residual", "imbalance", "kinds", "bounds", "spent", "messages", "phases",
+    "communication", "mean-phases", "memory", "histogram", "overlap", "xi",
 )  # fmt: skip
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 
@@ -80,7 +80,7 @@ def test_a_complete_run_has_every_figure(tmp_path: Path) -> None:
         ({"algorithm": "dense"}, {"counts", "thresholds", "imbalance", "histogram", "overlap", "xi", "kinds"}),
         ({"warmup": 10_000}, {"counts", "thresholds", "imbalance", "histogram", "overlap", "xi", "kinds"}),
         ({"warmup": 0}, set()),
-        ({"steps": 1, "warmup": 0}, {"phases"}),
+        ({"steps": 1, "warmup": 0}, {"phases", "communication"}),
         ({"steps": 2, "warmup": 1}, set()),
         ({"steps": 0}, set(FIGURES)),
         ({"world_size": 2, "steps": 3000, "steps_per_epoch": 300}, set()),
@@ -330,3 +330,28 @@ def test_parts_of_a_run_are_told_apart_by_when_they_come(tmp_path: Path, phases:
 def test_a_run_without_sparse_steps_has_no_bar_of_bytes(tmp_path: Path) -> None:
     assert 'id="bytes"' not in page_of(write_run(tmp_path / "run", algorithm="dense"))
     assert 'id="bytes"' not in page_of(write_run(tmp_path / "alone", world_size=1))
+
+
+def test_what_the_loop_did_not_wait_for_is_hidden(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")  # waits for 60% of its communication
+    assert totals(read_run(run)).hidden == pytest.approx(0.4)
+    assert '<h2>Hidden communication</h2><p class="value">40 %</p>' in page_of(run)
+
+
+def test_a_wait_longer_than_the_communication_hides_nothing(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", steps=4, warmup=1)
+    lines = [json.loads(line) for line in (path / "steps.jsonl").read_text().splitlines()]
+    write_lines(path / "steps.jsonl", [line | {"seconds": line["seconds"] | {"wait": 9.0}} for line in lines])
+    assert totals(read_run(path)).hidden == 0.0
+
+
+def test_runs_from_before_waits_were_recorded_still_add_up(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", steps=4, warmup=1)
+    lines = [json.loads(line) for line in (path / "steps.jsonl").read_text().splitlines()]
+    for line in lines:
+        del line["seconds"]["wait"]
+    write_lines(path / "steps.jsonl", lines)
+    found = totals(read_run(path))
+    assert found.hidden is None
+    assert found.step_seconds == pytest.approx(sum(sum(line["seconds"].values()) for line in lines) / len(lines))
+    assert "Hidden communication" not in page_of(path)

@@ -47,7 +47,7 @@ def requests(driver: Any) -> set[str]:
     messages = [json.loads(entry["message"])["message"] for entry in driver.get_log("performance")]
     sent = [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
     # The browser's own start page may still be loading its parts when the first test begins.
-    return {url for url in sent if not url.startswith(("data:", "chrome:"))}
+    return {url for url in sent if not url.startswith(("data:", "chrome:", "chrome-untrusted:"))}
 
 
 @pytest.mark.parametrize("name", ["one", "several", "empty"])

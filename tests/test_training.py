@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from oktopk.errors import ConfigError, DataError, NonFiniteError
-from oktopk.metrics import StepRecord
+from oktopk.metrics import PHASES, StepRecord
 from oktopk.training.analysis import Analyzer, magnitude_edges
 from oktopk.training.config import TrainConfig, from_mapping
-from oktopk.training.journal import Journal, summarize_epoch
+from oktopk.training.journal import LOOP_PHASES, Journal, summarize_epoch
 from oktopk.training.learning_rate import learning_rate
 from oktopk.training.optimizers import make_optimizer
 from oktopk.training.world import World
@@ -96,7 +96,7 @@ def test_the_epoch_agrees_with_its_steps(tmp_path: Path) -> None:
 
 def test_every_step_has_its_phases_and_message_sizes(tmp_path: Path) -> None:
     train_alone(toy_config(tmp_path, "run", epochs=1))
-    phases = {"data", "forward", "backward", "select", "pack", "exchange", "sum", "gather", "unpack", "optimizer"}
+    phases = {*LOOP_PHASES, *PHASES}
     for row in strict_rows(tmp_path / "run" / "steps.jsonl"):
         assert set(row["seconds"]) == phases
         assert row["memory_bytes"] > 1e6

@@ -146,7 +146,7 @@ class BenchScaling:
         from oktopk.bench.result_file import header, write_results
         from oktopk.plotting.drawing import write_svg
 
-        sweep = Sweep((self.numel,), (self.density,), self.ranks, wires=(self.wire,), repeats=3)
+        sweep = Sweep((self.numel,), (self.density,), self.ranks, wires=(self.wire,), repeats=2)
         with _cluster(max(self.ranks), "loopback", "0ms", 1) as cluster:
             with console().status("starting the ranks") as status:
                 results = bench_allreduce(cluster, sweep, lambda r: status.update(f"{r.algorithm} x{r.world_size}"))
@@ -171,12 +171,12 @@ class BenchOverlap:
 
     hosts: int = 2  # emulated hosts
     network: str = "100mbit"  # rate of each host's link
-    numel: int = 8_000_000  # parameters of the stand-in model
-    batch: int = 256  # samples per rank; more = a longer backward to hide behind
+    numel: int = 4_000_000  # parameters of the stand-in model
+    batch: int = 128  # samples per rank; more = a longer backward to hide behind
     algorithm: str = "oktopk"  # dense, topka, topkdsa, gtopk, gaussiank or oktopk
     density: float = 0.01  # fraction of the gradient sent
     wire: str = "float32"  # value format
-    bucket_cap_mb: float = 4.0  # DDP's bucket size; smaller = more buckets, earlier starts, more rounds
+    bucket_cap_mb: float = 2.0  # DDP's bucket size; smaller = more buckets, earlier starts, more rounds
     steps: int = 12  # measured, of each variant in turns
     json: Path | None = None  # file for the results, as JSON lines
 

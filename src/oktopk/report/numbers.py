@@ -10,7 +10,7 @@ from statistics import fmean, median
 from oktopk.metrics import PHASES, StepRecord
 from oktopk.report.runs import Run, StepLine
 
-STEP_PHASES = ("data", "forward", "backward", *PHASES, "optimizer")
+LOOP_PHASES = ("data", "forward", "backward", "wait", "optimizer")
 WORD = 4  # bytes
 _HIGHER_IS_BETTER = ("acc", "top", "f1")
 
@@ -48,6 +48,8 @@ class Totals:
     ratio: float | None
     wall: float | None
     step_seconds: float | None
+    communication_seconds: float | None  # per step, on the communication thread
+    hidden: float | None  # fraction of it that the loop did not wait for
     memory: float | None
 
     @property
@@ -81,7 +83,9 @@ def totals(run: Run) -> Totals:
         sparsity=_mean([record.sparsity for record in sparse]),
         ratio=_mean([record.compression_ratio for record in sparse]),
         wall=wall,
-        step_seconds=_mean([sum(step.seconds.values()) for step in run.steps if step.seconds]),
+        step_seconds=_mean([sum(loop_seconds(step).values()) for step in run.steps if step.seconds]),
+        communication_seconds=_mean([sum(communication_seconds(step).values()) for step in run.steps if step.reduce]),
+        hidden=hidden(run.steps),
         memory=max((step.memory_bytes for step in run.steps if step.memory_bytes is not None), default=None),
     )
 
@@ -197,10 +201,23 @@ def is_sparse(step: StepLine) -> bool:
     return _phase(step) == "sparse"
 
 
-def phase_seconds(step: StepLine) -> dict[str, float]:
-    """Seconds of every phase of a step."""
-    reduced = dict(step.reduce.seconds) if step.reduce else {}
-    return {phase: reduced.get(phase, 0.0) for phase in PHASES} | dict(step.seconds)
+def loop_seconds(step: StepLine) -> dict[str, float]:
+    """What a step took, phase by phase. Runs that did not record `wait` reduced when backward was over."""
+    recorded = {phase: step.seconds[phase] for phase in LOOP_PHASES if phase in step.seconds}
+    return recorded if "wait" in recorded else {**recorded, "wait": sum(communication_seconds(step).values())}
+
+
+def communication_seconds(step: StepLine) -> dict[str, float]:
+    """What the communication thread did meanwhile."""
+    return {phase: step.reduce.seconds.get(phase, 0.0) for phase in PHASES} if step.reduce else {}
+
+
+def hidden(steps: Sequence[StepLine]) -> float | None:
+    """The fraction of communication that the loop did not wait for; None where nobody recorded it."""
+    known = [step for step in steps if step.reduce and "wait" in step.seconds]
+    spent = sum(sum(communication_seconds(step).values()) for step in known)
+    waited = sum(step.seconds["wait"] for step in known)
+    return max(0.0, 1 - waited / spent) if spent else None
 
 
 def _phase(step: StepLine) -> str | None:

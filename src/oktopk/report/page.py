@@ -123,6 +123,9 @@ def _cards(run: Totals) -> Iterator[Card]:
     if run.wall is not None:
         note = _note("{} per step", run.step_seconds, lambda value: say(value, "seconds"))
         yield Card("Wall time", say(run.wall, "seconds"), note)
+    if run.hidden is not None:
+        note = _note("of {} per step", run.communication_seconds, lambda value: say(value, "seconds"))
+        yield Card("Hidden communication", say(run.hidden, "share"), note)
     if run.memory is not None:
         yield Card("Peak memory", say(run.memory, "bytes"), "rank 0")
 
@@ -170,6 +173,7 @@ def _columns(judged: Totals | None, dense: Totals | None) -> Iterator[Column]:
     yield Column("sent", lambda run: run.sent, lambda value: say(value, "bytes"), min)
     yield Column("times less traffic", lambda run: run.saving, _times, max)
     yield Column("per step", lambda run: run.step_seconds, lambda value: say(value, "seconds"), min)
+    yield Column("hidden", lambda run: run.hidden, lambda value: say(value, "share"), max)
     yield Column("wall time", lambda run: run.wall, lambda value: say(value, "seconds"), min)
     if dense is not None and dense.wall and dense.steps:
         pace = dense.wall / dense.steps

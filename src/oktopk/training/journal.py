@@ -16,7 +16,7 @@ from typing import Any
 from oktopk.metrics import MemorySink, StepRecord, merge
 from oktopk.training.world import World
 
-LOOP_PHASES = ("data", "forward", "backward", "optimizer")
+LOOP_PHASES = ("data", "forward", "backward", "wait", "optimizer")
 
 
 @dataclass(frozen=True)

@@ -201,7 +201,8 @@ class Trainer:
         is_analyzed = self.config.analyze_every > 0 and self.at.step % self.config.analyze_every == 0
         if is_analyzed:
             self.analyzer.before(self.reducer.residuals())
-        self.optimizer.synchronize()
+        with self.stopwatch.phase("wait"):
+            self.optimizer.synchronize()
         if is_analyzed:
             self.recorder.write_analysis(self.analyzer.after(self.at.step, self.reducer.last_step.k))
 

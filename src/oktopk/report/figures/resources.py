@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean
 
 from oktopk.plotting.bars import Bar, draw_bars
 from oktopk.plotting.frame import Axis
 from oktopk.plotting.lines import Chart, Series, draw_stack
+from oktopk.plotting.scales import say
 from oktopk.report import numbers
 from oktopk.report.figures.base import (
     Figure,
@@ -18,11 +19,20 @@ from oktopk.report.figures.base import (
 )
 from oktopk.report.runs import Run, StepLine
 
+_COLORS = {
+    "data": "p0", "forward": "p1", "backward": "p2", "wait": "c6", "optimizer": "p9",
+    "select": "p3", "pack": "p4", "exchange": "p5", "sum": "p6", "gather": "p7", "unpack": "p8",
+}  # fmt: skip
+
 
 def resources(runs: Sequence[Run]) -> Iterator[Figure]:
     for run in runs:
-        yield _phases(runs, run)
-    yield _mean_phases(runs)
+        caption = "Seconds of every step, stacked; what backward does not hide of the communication is wait."
+        yield _stack(runs, run, "phases", "Time per step", caption, numbers.loop_seconds)
+    for run in runs:
+        caption = "Seconds of the communication thread in every step, beside backward where the two overlap."
+        yield _stack(runs, run, "communication", "Communication per step", caption, numbers.communication_seconds)
+    yield _mean_step(runs)
     yield line_figure(
         "memory",
         "Memory",
@@ -33,44 +43,50 @@ def resources(runs: Sequence[Run]) -> Iterator[Figure]:
     )
 
 
-def _phases(runs: Sequence[Run], run: Run) -> Figure:
-    figure_id = id_for(runs, run, "phases")
-    title = "Time per phase" if len(runs) == 1 else f"Time per phase: {run.name}"
-    caption = "Seconds of every step, stacked."
-    timed = [(float(step.step), numbers.phase_seconds(step)) for step in run.steps if step.seconds or step.reduce]
+def _stack(
+    runs: Sequence[Run],
+    run: Run,
+    name: str,
+    title: str,
+    caption: str,
+    seconds_of: Callable[[StepLine], Mapping[str, float]],
+) -> Figure:
+    figure_id = id_for(runs, run, name)
+    title = title if len(runs) == 1 else f"{title}: {run.name}"
+    timed = [(float(step.step), seconds_of(step)) for step in run.steps if step.seconds or step.reduce]
     if not timed:
         return Figure(figure_id, title, caption)
     series = []
-    for phase in numbers.STEP_PHASES:
+    for phase, color in _COLORS.items():
         x, y = numbers.thin([step for step, _ in timed], [seconds.get(phase, 0.0) for _, seconds in timed], most=60)
         if any(y):
-            series.append(Series(phase, x, y, _phase_color(phase)))
+            series.append(Series(phase, x, y, color))
     if not series or len(timed) < 2:
         return Figure(figure_id, title, caption, missing="Fewer than two steps were timed.")
     chart = Chart(Axis("step"), Axis("per step", "seconds"), series, switch_marks([run]))
     return Figure(figure_id, title, caption, draw_stack(chart))
 
 
-def _mean_phases(runs: Sequence[Run]) -> Figure:
+def _mean_step(runs: Sequence[Run]) -> Figure:
     bars = []
     for run in runs:
-        for phase in ("dense", "sparse"):
-            timed = [step for step in run.steps if step.reduce and step.reduce.phase == phase]
+        for kind in ("dense", "sparse"):
+            timed = [step for step in run.steps if step.reduce and step.reduce.phase == kind]
             if timed:
-                bars.append(_mean_bar(runs, run, phase, timed))
-    caption = "Mean over the steps of each kind."
+                bars += _mean_bars(f"{kind} steps" if len(runs) == 1 else f"{run.name}, {kind}", timed)
+    caption = "Means over the steps of each kind: above the loop, below the communication thread."
     if not bars:
         return Figure("mean-phases", "Mean step", caption)
     return Figure("mean-phases", "Mean step", caption, draw_bars(bars, Axis("per step", "seconds")))
 
 
-def _mean_bar(runs: Sequence[Run], run: Run, phase: str, timed: Sequence[StepLine]) -> Bar:
-    seconds = [numbers.phase_seconds(step) for step in timed]
-    parts = [(name, fmean(one.get(name, 0.0) for one in seconds), _phase_color(name)) for name in numbers.STEP_PHASES]
-    shown = [part for part in parts if part[1] > 0]
-    label = f"{phase} steps" if len(runs) == 1 else f"{run.name}, {phase}"
-    return Bar(label, shown, f"{len(timed)} steps")
+def _mean_bars(label: str, timed: Sequence[StepLine]) -> list[Bar]:
+    share = numbers.hidden(timed)
+    note = f"{len(timed)} steps" + (f", {say(share, 'share')} of communication hidden" if share is not None else "")
+    loop = _mean_parts([numbers.loop_seconds(step) for step in timed])
+    return [Bar(label, loop, note), Bar("", _mean_parts([numbers.communication_seconds(step) for step in timed]))]
 
 
-def _phase_color(phase: str) -> str:
-    return f"p{numbers.STEP_PHASES.index(phase)}" if phase in numbers.STEP_PHASES else "muted"
+def _mean_parts(seconds: Sequence[Mapping[str, float]]) -> list[tuple[str, float, str]]:
+    parts = [(phase, fmean(one.get(phase, 0.0) for one in seconds), color) for phase, color in _COLORS.items()]
+    return [part for part in parts if part[1] > 0]
