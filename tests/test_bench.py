@@ -144,11 +144,11 @@ def test_the_best_round_counts_with_overhead_and_speedup() -> None:
 def test_targets_are_ratios_of_overheads() -> None:
     rows = best([_step("floor", 0.1), _step("ddp dense", 1.5), _step("powersgd 1", 0.9), _step("oktopk int8", 0.2)])
     volumes = [_volume(size, size * 1.0, name) for name in ("topka", "oktopk") for size in (2, 16)]
-    found = {t.figure: t for t in targets({"1gbit": rows}, volumes, [0.1, 0.4])}
+    found = {t.text: t for t in targets({"1gbit": rows}, volumes, [0.1, 0.4])}
     assert found["overhead of DDP dense / oktopk int8, 1gbit"].measured == pytest.approx(14)
-    assert found["overhead of DDP dense / oktopk int8, 1gbit"].holds
+    assert found["overhead of DDP dense / oktopk int8, 1gbit"].ok
     assert found["overhead of PowerSGD rank 1 / oktopk int8, 1gbit"].measured == pytest.approx(8)
-    assert not found["plan against measured step times, worst error"].holds
+    assert not found["plan against measured step times, worst error"].ok
 
 
 def test_the_page_has_machine_commands_spread_and_plots(tmp_path: Path) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from oktopk.bench import kernels as bench_kernels
-from oktopk.bench.figures import Figure
+from oktopk.bench.measurement import Measurement
 from oktopk.bench.wire import entropy, uniform
 from oktopk.cli import main
 from oktopk.cli.bench_kernels import BenchKernels
@@ -55,7 +56,7 @@ def test_both_are_commands(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_missed_target_is_shown_and_exits_with_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    missed = Figure("selection_over_add", "local selection / add_", 5.0, 4.5, 2.5)
+    missed = Measurement("selection_over_add", "local selection / add_", 5.0, 4.5, 2.5)
     result = bench_kernels.KernelsResult(9, "cpu", "why", [missed], [], [], bench_kernels.WarmUp(2.0, 0.1))
     monkeypatch.setattr(bench_kernels, "measure_kernels", lambda *_: result)
     assert BenchKernels()() == 1
@@ -63,9 +64,11 @@ def test_a_missed_target_is_shown_and_exits_with_1(
     assert all(word in printed for word in ("must", "aim", "<= 4.5", "<= 2.5", "no"))
 
 
-def test_a_figure_knows_which_way_is_better() -> None:
-    assert Figure("a", "", 2.0, must=2.0, aim=1.0).ok and not Figure("a", "", 2.0, must=2.0, aim=1.0).reaches_aim
-    assert Figure("b", "", 2.0, must=1.0, higher=True).ok and not Figure("b", "", 0.5, must=1.0, higher=True).ok
+def test_a_measurement_knows_which_way_is_better() -> None:
+    at_most = Measurement("a", "", 2.0, must=2.0, aim=1.0)
+    assert at_most.ok and not at_most.reaches_aim
+    at_least = Measurement("b", "", 2.0, must=1.0, higher=True)
+    assert at_least.ok and not replace(at_least, measured=0.5).ok
 
 
 def test_uniform_vectors_have_exactly_k_entries_and_the_entropy_of_the_literature() -> None:

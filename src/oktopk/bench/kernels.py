@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oktopk.bench.figures import Figure, machine, race, threads
+from oktopk.bench.host import describe_machine
+from oktopk.bench.measurement import Measurement
+from oktopk.bench.timing import race, threads
 from oktopk.errors import UnsupportedError
 from oktopk.kernels import Kernels, ReferenceKernels, choose
 from oktopk.types import SparseVector
@@ -83,7 +85,7 @@ class KernelsResult:
     numel: int
     kernels: str
     reason: str
-    figures: list[Figure]
+    figures: list[Measurement]
     stages: list[StageRow]
     sizes: list[SizeRow]
     warm_up: WarmUp
@@ -103,7 +105,7 @@ class KernelsResult:
                 for row in self.sizes
             ],
             "warm_up_seconds": asdict(self.warm_up),
-            "machine": machine(),
+            "machine": describe_machine(),
         }
 
 
@@ -169,33 +171,33 @@ class _Bench:
     def add(self) -> None:
         self.residual.add_(self.grad)
 
-    def ratios(self, repeats: int) -> list[Figure]:
+    def ratios(self, repeats: int) -> list[Measurement]:
         ours = self._race({"add": self.add, **{str(d): self.select(d) for d in DENSITIES}}, repeats)
         topk = self._race({str(d): self.topk(d) for d in DENSITIES}, 2)
         reference = self._race({"reference": self.select(kernels=ReferenceKernels())}, 1)["reference"]
         main = str(DENSITY)
         return [
-            Figure("selection_over_add", f"local selection at {main} / add_", ours[main] / ours["add"], 4.5, 2.5),
+            Measurement("selection_over_add", f"local selection at {main} / add_", ours[main] / ours["add"], 4.5, 2.5),
             *(
-                Figure(
+                Measurement(
                     f"speedup_over_topk_{d}", f"torch.topk / local selection at {d}", topk[d] / ours[d], 10, 25, True
                 )
                 for d in topk
             ),
-            Figure("speedup_over_reference", f"reference / local selection at {main}", reference / ours[main]),
-            Figure("add_seconds", "one add_, seconds", ours["add"]),
-            Figure("selection_seconds", f"local selection at {main}, seconds", ours[main]),
+            Measurement("speedup_over_reference", f"reference / local selection at {main}", reference / ours[main]),
+            Measurement("add_seconds", "one add_, seconds", ours["add"]),
+            Measurement("selection_seconds", f"local selection at {main}, seconds", ours[main]),
         ]
 
-    def memory_and_count(self) -> list[Figure]:
+    def memory_and_count(self) -> list[Measurement]:
         self.residual.copy_(self.start)
         # Buffers grow to the largest k they ever served, so a fresh instance tells what this one needs.
         fresh = choose(torch.device("cpu")).kernels
         chosen, k = self.select(kernels=fresh)(), self.k(DENSITY)
         extra = getattr(fresh, "scratch_bytes", 0) + chosen.indices.nbytes + chosen.values.nbytes
         return [
-            Figure("extra_memory", f"scratch and choice at {DENSITY} / gradient", extra / self.grad.nbytes, 0.10),
-            Figure("selected_error", "|selected - k| / k", abs(chosen.nnz - k) / k, 0.02),
+            Measurement("extra_memory", f"scratch and choice at {DENSITY} / gradient", extra / self.grad.nbytes, 0.10),
+            Measurement("selected_error", "|selected - k| / k", abs(chosen.nnz - k) / k, 0.02),
         ]
 
     def stages(self, repeats: int) -> list[StageRow]:

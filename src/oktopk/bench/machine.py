@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from oktopk.bench.timing import threads
 from oktopk.config import WIRES, GaussianKConfig
 from oktopk.kernels import choose
 from oktopk.kernels.base import Kernels
@@ -61,9 +62,7 @@ class Machine:
 
 def measure_machine(density: float = 0.01, numel: int = SAMPLE_NUMEL) -> Machine:
     """Measure, in a few seconds, on one thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with threads(1):
         packing = {wire: _per_pair(wire, density, numel) for wire in WIRES}
         round_trip, stack = _sockets()
         return Machine(
@@ -77,8 +76,6 @@ def measure_machine(density: float = 0.01, numel: int = SAMPLE_NUMEL) -> Machine
             stack_bytes_per_second=stack,
             cores=os.cpu_count() or 1,
         )
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _per_entry(density: float, numel: int) -> dict[str, float]:

@@ -10,11 +10,12 @@ from typing import Any
 from oktopk.bench import plots
 from oktopk.bench.allreduce import AllreduceResult
 from oktopk.bench.machine import Machine
+from oktopk.bench.measurement import Measurement
 from oktopk.bench.overlap import OverlapResult
 from oktopk.bench.planner import CLUSTER_SIZES, LINKS, best_sparse, recommend, speedup
 from oktopk.bench.result_file import Header, read_results
 from oktopk.bench.step import StepResult
-from oktopk.bench.targets import FIXED, Target, targets
+from oktopk.bench.targets import FIXED, targets
 from oktopk.bench.validate import compare, read_steps, scenario_of
 from oktopk.plotting.drawing import Drawing, write_svg
 from oktopk.plotting.frame import Axis
@@ -76,18 +77,17 @@ def _missing(docs: Path) -> list[str]:
 def _must(docs: Path, steps: Mapping[str, StepRun]) -> list[str]:
     results = {name.partition("-")[2]: rows for name, (_, rows) in steps.items()}
     found = targets(results, _allreduces(docs / "bench" / "scaling.jsonl"), _errors(steps))
-    rows = [_target_row(target) for target in found]
+    rows = [_target_row(one) for one in found]
     return ["## What we hold ourselves to", "", *_table(rows), ""] if rows else []
 
 
-def _target_row(target: Target) -> dict[str, Any]:
-    sign = ">=" if target.more_is_better else "<="
+def _target_row(one: Measurement) -> dict[str, Any]:
     return {
-        "figure": target.figure,
-        "must": f"{sign} {target.must:g}",
-        "aim": f"{sign} {target.aim:g}" if target.aim is not None else "",
-        "measured": f"{target.measured:.3g}",
-        "": "holds" if target.holds else "**missed**",
+        "figure": one.text,
+        "must": f"{one.sign} {one.must:g}",
+        "aim": f"{one.sign} {one.aim:g}" if one.aim is not None else "",
+        "measured": f"{one.measured:.3g}",
+        "": "holds" if one.ok else "**missed**",
     }
 
 

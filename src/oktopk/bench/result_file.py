@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-import torch
-
 from oktopk.bench.cluster import Cluster
+from oktopk.bench.host import describe_machine
 from oktopk.errors import DataError
 
 
@@ -63,33 +60,6 @@ def read_results(path: Path) -> tuple[Header, list[dict[str, Any]]]:
         return Header(**{**first, "notes": tuple(first["notes"])}), rows
     except (ValueError, TypeError, KeyError) as error:
         raise DataError(f"{path} is not a benchmark run ({error}): write one with `oktopk bench step`.") from error
-
-
-def describe_machine() -> dict[str, Any]:
-    """Processor, memory, kernel and versions."""
-    return {
-        "processor": _processor(),
-        "cores": os.cpu_count() or 1,
-        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9),
-        "kernel": f"{platform.system()} {platform.release()}",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
-
-
-def busy_notes() -> tuple[str, ...]:
-    """What a reader must know when other programs compute on this machine. Ask before the ranks start."""
-    busy = psutil.cpu_percent(interval=0.5)  # not the load average: it remembers the benchmark before this one
-    if busy < 10.0:
-        return ()
-    return (f"the machine was not idle: {busy:.0f}% of its cores were busy before the ranks started",)
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _oversubscribed(cluster: Cluster) -> tuple[str, ...]:

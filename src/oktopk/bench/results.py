@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -11,8 +9,7 @@ from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from oktopk.bench.host import describe_machine
 from oktopk.training.run_directory import RunDirectory
 
 BEGIN, END = "<!-- workload results: begin -->", "<!-- workload results: end -->"
@@ -143,7 +140,7 @@ def section(table: Sequence[Row], command: str, workers: int) -> str:
     """The part of docs/results.md that is generated."""
     lines = [
         BEGIN,
-        f"`{command}`, {workers} workers, {describe_machine()}. Mean and standard deviation over the seeds; *sent* is",
+        f"`{command}`, {workers} workers, {_machine()}. Mean and standard deviation over the seeds; *sent* is",
         "what one worker sends in the whole training, dense warm-up included; *as good* means within two standard",
         "deviations of dense, within 1% of it, or better. *Time* is the median step times the number of steps, of",
         "workers on one shared machine without a network: it says what selection costs, not what it gains. *Data* is",
@@ -181,10 +178,9 @@ def _word(verdict: bool | None) -> str:
     return "" if verdict is None else ("yes" if verdict else "no")
 
 
-def describe_machine() -> str:
-    return (
-        f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}"
-    )
+def _machine() -> str:
+    machine = describe_machine()
+    return "{cores} cores ({processor}), Python {python}, torch {torch}".format(**machine)
 
 
 def write_section(path: Path, text: str) -> None:

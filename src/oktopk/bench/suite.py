@@ -11,9 +11,10 @@ from typing import Any
 from oktopk.bench.allreduce import Sweep, bench_allreduce
 from oktopk.bench.cluster import Cluster, open_cluster
 from oktopk.bench.contenders import EVERYONE
+from oktopk.bench.host import busy_notes
 from oktopk.bench.network import Network
 from oktopk.bench.overlap import OverlapBench, bench_overlap
-from oktopk.bench.result_file import busy_notes, header, write_results
+from oktopk.bench.result_file import header, write_results
 from oktopk.bench.step import StepBench, bench_step_with_costs
 from oktopk.errors import ConfigError, nearest
 

@@ -11,7 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from oktopk.bench.figures import Figure, machine, race, threads
+from oktopk.bench.host import describe_machine
+from oktopk.bench.measurement import Measurement
+from oktopk.bench.timing import race, threads
 from oktopk.config import WIRES
 from oktopk.types import SparseVector
 from oktopk.wire import HEADER_BYTES, Wire, plain
@@ -58,7 +60,7 @@ class WireResult:
     """Everything `oktopk bench wire` shows."""
 
     numel: int
-    figures: list[Figure]
+    figures: list[Measurement]
     rows: list[WireRow]
     indices: list[IndexRow]
     errors: list[ErrorRow]
@@ -74,7 +76,7 @@ class WireResult:
             "wires": [asdict(row) for row in self.rows],
             "indices": [asdict(row) for row in self.indices],
             "errors": [asdict(row) for row in self.errors],
-            "machine": machine(),
+            "machine": describe_machine(),
         }
 
 
@@ -140,22 +142,30 @@ def _index_rows(density: float, vector: SparseVector) -> list[IndexRow]:
     return rows
 
 
-def _size_figures(rows: list[WireRow], indices: list[IndexRow]) -> list[Figure]:
+_BITS_PER_PAIR = (
+    ("bfloat16", 25.5, 24.5),
+    ("int8", 17.5, 16.5),
+    ("int4", 13.0, 12.5),
+    ("codebook2", 11.0, 10.5),
+)  # wire, must, aim
+
+
+def _size_figures(rows: list[WireRow], indices: list[IndexRow]) -> list[Measurement]:
     pairs = {row.wire: row.bits_per_pair for row in rows if row.density == DENSITY}
     bits = {row.density: row.bits_per_index for row in indices if row.codec == "rice"}
     return [
-        Figure("bits_per_pair_bfloat16", f"bits per pair at {DENSITY}, bfloat16", pairs["bfloat16"], 25.5, 24.5),
-        Figure("bits_per_pair_int8", f"bits per pair at {DENSITY}, int8", pairs["int8"], 17.5, 16.5),
-        Figure("bits_per_pair_int4", f"bits per pair at {DENSITY}, int4", pairs["int4"], 13.0, 12.5),
-        Figure("bits_per_pair_codebook2", f"bits per pair at {DENSITY}, codebook2", pairs["codebook2"], 11.0, 10.5),
         *(
-            Figure(f"bits_per_index_{d}", f"bits per index at {d}", bits[d], 1.05 * entropy(d), 1.02 * entropy(d))
+            Measurement(f"bits_per_pair_{wire}", f"bits per pair at {DENSITY}, {wire}", pairs[wire], must, aim)
+            for wire, must, aim in _BITS_PER_PAIR
+        ),
+        *(
+            Measurement(f"bits_per_index_{d}", f"bits per index at {d}", bits[d], 1.05 * entropy(d), 1.02 * entropy(d))
             for d in DENSITIES
         ),
     ]
 
 
-def _time_figures(vector: SparseVector, numel: int, repeats: int) -> list[Figure]:
+def _time_figures(vector: SparseVector, numel: int, repeats: int) -> list[Measurement]:
     wire, residual, grad = Wire("bfloat16", indices="rice"), torch.randn(numel), torch.randn(numel)
     works: dict[str, Callable[[], object]] = {
         "add": lambda: residual.add_(grad),
@@ -163,11 +173,12 @@ def _time_figures(vector: SparseVector, numel: int, repeats: int) -> list[Figure
     }
     best = race(works, repeats)
     numpy_seconds = race({"plain": lambda: _plain_round_trip(vector)}, 2)["plain"]
+    ratio = best["wire"] / best["add"]
     return [
-        Figure("round_trip_over_add", "pack + unpack (bfloat16, Rice) / add_", best["wire"] / best["add"], 1.0, 0.4),
-        Figure("round_trip_seconds", "pack + unpack, seconds", best["wire"]),
-        Figure("add_seconds", "one add_, seconds", best["add"]),
-        Figure("plain_indices_seconds", "numpy codec, indices only, seconds", numpy_seconds),
+        Measurement("round_trip_over_add", "pack + unpack (bfloat16, Rice) / add_", ratio, 1.0, 0.4),
+        Measurement("round_trip_seconds", "pack + unpack, seconds", best["wire"]),
+        Measurement("add_seconds", "one add_, seconds", best["add"]),
+        Measurement("plain_indices_seconds", "numpy codec, indices only, seconds", numpy_seconds),
     ]
 
 

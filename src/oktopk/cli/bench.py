@@ -243,8 +243,8 @@ def scaling_rows(results: Sequence[AllreduceResult]) -> list[Mapping[str, Any]]:
 @contextmanager
 def _cluster(hosts: int, network: str, latency: str, per_host: int) -> Iterator[Cluster]:
     from oktopk.bench.cluster import open_cluster
+    from oktopk.bench.host import busy_notes
     from oktopk.bench.network import Network
-    from oktopk.bench.result_file import busy_notes
 
     notes = busy_notes()
     with open_cluster(hosts, Network.parse(network, latency), per_host) as cluster:

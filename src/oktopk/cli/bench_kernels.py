@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from oktopk.cli.console import console, table
 
 if TYPE_CHECKING:
-    from oktopk.bench.figures import Figure
+    from oktopk.bench.measurement import Measurement
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,9 @@ class BenchKernels:
 
         result = measure_kernels(self.numel, self.repeats, self.sizes)
         out = console()
-        out.print(figure_table(f"{result.kernels} kernels, {self.numel:,} float32 entries, one thread", result.figures))
+        out.print(
+            measurement_table(f"{result.kernels} kernels, {self.numel:,} float32 entries, one thread", result.figures)
+        )
         out.print(table("each kernel", [_stage(row) for row in result.stages]))
         out.print(table("how it grows", [_size(row) for row in result.sizes]))
         out.print(f"first selection of a process: {result.warm_up.cold:.1f} s of CPU with nothing compiled, ", end="")
@@ -47,9 +49,9 @@ class BenchKernels:
         return 0 if result.ok else 1
 
 
-def figure_table(title: str, figures: Sequence[Figure]) -> Any:
-    """Figure, measured, must, aim, ok."""
-    return table(title, [_figure(figure) for figure in figures])
+def measurement_table(title: str, measurements: Sequence[Measurement]) -> Any:
+    """What was measured, must, aim, ok."""
+    return table(title, [_measurement(one) for one in measurements])
 
 
 def write_json(path: Path | None, record: dict[str, Any]) -> None:
@@ -58,19 +60,18 @@ def write_json(path: Path | None, record: dict[str, Any]) -> None:
         path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
-def _figure(figure: Figure) -> dict[str, Any]:
-    sign = ">=" if figure.higher else "<="
-    row: dict[str, Any] = {"figure": figure.text, "measured": figure.measured}
-    row["must"] = f"{sign} {figure.must:.4g}" if figure.must is not None else ""
-    row["aim"] = f"{sign} {figure.aim:.4g}" if figure.aim is not None else ""
-    row["ok"] = _verdict(figure)
+def _measurement(one: Measurement) -> dict[str, Any]:
+    row: dict[str, Any] = {"figure": one.text, "measured": one.measured}
+    row["must"] = f"{one.sign} {one.must:.4g}" if one.must is not None else ""
+    row["aim"] = f"{one.sign} {one.aim:.4g}" if one.aim is not None else ""
+    row["ok"] = _verdict(one)
     return row
 
 
-def _verdict(figure: Figure) -> str:
-    if figure.must is None:
+def _verdict(one: Measurement) -> str:
+    if one.must is None:
         return ""
-    return "no" if not figure.ok else "yes, and the aim" if figure.aim is not None and figure.reaches_aim else "yes"
+    return "no" if not one.ok else "yes, and the aim" if one.aim is not None and one.reaches_aim else "yes"
 
 
 def _stage(row: Any) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from oktopk.cli.bench_kernels import figure_table, write_json
+from oktopk.cli.bench_kernels import measurement_table, write_json
 from oktopk.cli.console import console, table
 
 
@@ -32,7 +32,7 @@ class BenchWire:
 
         result = measure_wire(self.numel, self.repeats)
         out = console()
-        out.print(figure_table(f"wire, {self.numel:,} entries, one thread", result.figures))
+        out.print(measurement_table(f"wire, {self.numel:,} entries, one thread", result.figures))
         out.print(table("value formats", [_wire(row) for row in result.rows]))
         out.print(table("index codecs", [_index(row) for row in result.indices]))
         out.print(table("lost to rounding, of the sum of squares (it stays owed)", _errors(result.errors)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from oktopk.plotting.drawing import Drawing, Legend
@@ -45,15 +45,7 @@ def draw_lines(chart: Chart) -> Drawing:
     parts += [part for series in chart.series for part in _shapes(series, frame, x_scale, y_scale)]
     parts += frame.marker_words(chart.markers, x_scale)
     shown = [series for series in chart.series if series.style != "faint"]
-    return Drawing(
-        "".join(parts),
-        frame.width,
-        frame.height,
-        _describe(chart),
-        title_of(chart.y, y_scale),
-        [Legend(series.name, series.color, series.style) for series in shown],
-        _hover(chart, shown, x_scale, y_scale),
-    )
+    return _drawing(chart, parts, shown, x_scale, y_scale)
 
 
 def draw_stack(chart: Chart) -> Drawing:
@@ -65,17 +57,23 @@ def draw_stack(chart: Chart) -> Drawing:
         tops.append(below)
     x_scale, y_scale = tight(series[0].x), scale_for(below, zero=True)
     parts = frame.axes(chart.x, chart.y, x_scale, y_scale)
-    for one, top in reversed(list(zip(series, tops, strict=True))):
-        parts += _shapes(Series(one.name, one.x, top, one.color, "area"), frame, x_scale, y_scale)
+    areas = [replace(one, style="area") for one in series]
+    for one, top in reversed(list(zip(areas, tops, strict=True))):
+        parts += _shapes(replace(one, y=top), frame, x_scale, y_scale)
     parts += [*frame.marker_lines(chart.markers, x_scale), *frame.marker_words(chart.markers, x_scale)]
+    drawing = _drawing(chart, parts, areas, x_scale, y_scale)
+    return replace(drawing, hover={**drawing.hover, "stack": True})
+
+
+def _drawing(chart: Chart, parts: Sequence[str], shown: Sequence[Series], x_scale: Scale, y_scale: Scale) -> Drawing:
     return Drawing(
         "".join(parts),
-        frame.width,
-        frame.height,
+        chart.frame.width,
+        chart.frame.height,
         _describe(chart),
         title_of(chart.y, y_scale),
-        [Legend(one.name, one.color, "area") for one in series],
-        _hover(chart, series, x_scale, y_scale) | {"stack": True},
+        [Legend(series.name, series.color, series.style) for series in shown],
+        _hover(chart, shown, x_scale, y_scale),
     )
 
 
