@@ -1,16 +1,14 @@
-"""Records and their sinks."""
+"""Records, and the clock that times them."""
 
 from __future__ import annotations
 
-import csv
 import json
-from pathlib import Path
 
 import pytest
 import torch
 
 from oktopk import Reducer
-from oktopk.metrics import Clock, CsvSink, JsonlSink, StepRecord, TensorBoardSink, merge, timed
+from oktopk.metrics import Clock, StepRecord, merge, timed
 
 
 def _record() -> StepRecord:
@@ -30,30 +28,6 @@ def test_an_empty_gradient_has_no_nan() -> None:
         reducer.reduce("a", torch.randn(0))
         json.dumps(reducer.last_step.to_json(), allow_nan=False)
         assert (reducer.last_step.sparsity, reducer.last_step.compression_ratio) == (0.0, 1.0)
-
-
-def test_files_get_one_line_per_record_and_one_header(tmp_path: Path) -> None:
-    record = _record()
-    for _ in range(2):  # a second run appends
-        jsonl, table = JsonlSink(tmp_path / "steps.jsonl"), CsvSink(tmp_path / "steps.csv")
-        jsonl(record), table(record)
-        jsonl.close(), table.close()
-    lines = (tmp_path / "steps.jsonl").read_text().splitlines()
-    assert [StepRecord.from_json(json.loads(line)) for line in lines] == [record, record]
-    with open(tmp_path / "steps.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert len(rows) == 2 and rows[1]["numel"] == "3000" and "seconds_select" in rows[0]
-
-
-def test_tensorboard_gets_scalars() -> None:
-    seen: list[tuple[str, float, int]] = []
-
-    class Writer:
-        def add_scalar(self, name: str, value: float, step: int) -> None:
-            seen.append((name, value, step))
-
-    TensorBoardSink(Writer())(_record())
-    assert ("reduce/sparsity", pytest.approx(0.9), 0) in seen
 
 
 def test_a_phase_inside_another_pauses_it(monkeypatch: pytest.MonkeyPatch) -> None:

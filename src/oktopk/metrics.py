@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import csv
-import json
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, fields, replace
-from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -199,47 +196,3 @@ class MemorySink:
         with self._lock:
             records, self._records = self._records, []
         return records
-
-
-class JsonlSink:
-    """One JSON object per line."""
-
-    def __init__(self, path: str | Path) -> None:
-        self._file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 - open until close()
-
-    def __call__(self, record: StepRecord) -> None:
-        self._file.write(json.dumps(record.to_json(), allow_nan=False) + "\n")
-
-    def close(self) -> None:
-        self._file.close()
-
-
-class CsvSink:
-    """One row per record; the mappings become one column per phase."""
-
-    def __init__(self, path: str | Path) -> None:
-        self._file = open(path, "a", buffering=1, newline="", encoding="utf-8")  # noqa: SIM115 - open until close()
-        self._writer: csv.DictWriter[str] | None = None
-
-    def __call__(self, record: StepRecord) -> None:
-        row = {name: value for name, value in record.to_json().items() if not isinstance(value, dict)}
-        row |= {f"seconds_{phase}": seconds for phase, seconds in record.seconds.items()}
-        if self._writer is None:
-            self._writer = csv.DictWriter(self._file, list(row))
-            if self._file.tell() == 0:
-                self._writer.writeheader()
-        self._writer.writerow(row)
-
-    def close(self) -> None:
-        self._file.close()
-
-
-class TensorBoardSink:
-    """Scalars under `reduce/`."""
-
-    def __init__(self, writer: Any) -> None:
-        self._writer = writer  # a torch.utils.tensorboard.SummaryWriter
-
-    def __call__(self, record: StepRecord) -> None:
-        for name in ("sparsity", "compression_ratio", "bytes_sent", "selected_global", "residual_norm"):
-            self._writer.add_scalar(f"reduce/{name}", getattr(record, name), record.step)
