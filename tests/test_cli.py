@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from oktopk.cli.arguments import merged, take, to_flags
+from oktopk.cli.arguments import take, to_flags
 from oktopk.cli.compare import Compare
 from oktopk.cli.console import bytes_text, duration_text
 from oktopk.cli.main import COMMANDS, main, resolve
@@ -101,6 +101,38 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
     assert command.density_schedule == {0: 0.5, 10: 0.1}
     assert command.workload_options["batches"] == 3
     assert command.algorithm_options["cap"] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("densty = 0.1", "unknown option 'densty'. Did you mean 'density'?"),
+        ("density = 'high'", "density must be float | None, got 'high'"),
+        ("workers = true", "workers must be int, got True"),
+        ("lr_steps = 3", "lr_steps must be tuple[int, ...] | None, got 3"),
+        ("on_nonfinite = 'ignore'", "on_nonfinite must be Literal['raise', 'skip'], got 'ignore'"),
+        ("[algorithm_options]\ncap = []", "cap must be float"),
+    ],
+)
+def test_a_wrong_value_in_a_file_names_the_file_and_the_option(
+    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    assert main(["train", TOY, "--config", str(file)]) == 2
+    error = capsys.readouterr().err
+    assert str(file) in error and said in error
+
+
+def test_a_file_gives_values_to_any_command_and_flags_win(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "job.toml"
+    file.write_text('nodes = 3\ntime = "02:00:00"\n')
+    assert main(["launch", "slurm", "--config", str(file), "--nodes", "5", "--", "train"]) == 0
+    shown = capsys.readouterr().out
+    assert "--nodes=5" in shown and "--time=02:00:00" in shown
+    (tmp_path / "inspect.toml").write_text("csv = true\n")
+    assert main(["inspect", "nowhere", "--config", str(tmp_path / "inspect.toml")]) == 2
+    assert "is not a run" in capsys.readouterr().err
 
 
 def test_arguments_made_from_a_command_parse_to_the_same_command() -> None:
@@ -222,4 +254,3 @@ def test_flags_of_values_and_values_of_flags() -> None:
     assert to_flags({"a_b": [1, 2], "c": True, "d": False, "e": None}, {"c": bool, "d": bool}) == [
         "--a-b", "1", "2", "--c", "--no-d",
     ]  # fmt: skip
-    assert merged({"lr": 1}, ["speech", "--lr", "2"], {}) == ["speech", "--lr", "1", "--lr", "2"]

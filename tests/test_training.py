@@ -14,10 +14,11 @@ import torch
 from oktopk.errors import ConfigError, DataError, NonFiniteError
 from oktopk.metrics import PHASES, StepRecord
 from oktopk.training.analysis import Analyzer, magnitude_edges
-from oktopk.training.config import TrainConfig, from_mapping
+from oktopk.training.config import TrainConfig
 from oktopk.training.journal import LOOP_PHASES, Journal, summarize_epoch
 from oktopk.training.learning_rate import learning_rate
 from oktopk.training.optimizers import make_optimizer
+from oktopk.training.values import as_fields
 from oktopk.training.world import World
 from oktopk.transport import ThreadWorld
 from oktopk.workloads.base import Recipe
@@ -264,7 +265,7 @@ def test_draining_an_empty_journal_gives_nothing() -> None:
 
 def test_the_configuration_survives_json() -> None:
     config = TrainConfig(lr_steps=(3, 5), density_schedule={0: 0.1, 10: 0.02}, data="x", runs=Path("r"))
-    assert from_mapping(json.loads(json.dumps(config.to_json()))) == config
+    assert TrainConfig(**as_fields(TrainConfig, json.loads(json.dumps(config.to_json())), "JSON")) == config
 
 
 @pytest.mark.parametrize("wrong", [{"density": 2.0}, {"workers": 0}, {"epochs": -1}, {"keep": 0}, {"bucket_mb": 0}])

@@ -6,13 +6,14 @@ import inspect
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 import tyro
 
 from oktopk.errors import ConfigError
+from oktopk.training.values import as_fields
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -25,25 +26,35 @@ CONFIG_FLAG = "--config"
 
 def parse(command: type[T], args: Sequence[str], prog: str) -> T:
     """The command with its fields from the flags, then from the file of `--config`, then from their defaults."""
+    file, rest = take_file(args)
+    default = {"default": filled(command, file.values, file.path)} if file.values else {}
+    parsed: T = tyro.cli(command, args=rest, prog=prog, description=description(command), **default)
+    return parsed
+
+
+@dataclass(frozen=True)
+class ConfigFile:
+    """What the file of `--config` says; nothing where there is none."""
+
+    path: str
+    values: Mapping[str, Any]
+
+
+def take_file(args: Sequence[str]) -> tuple[ConfigFile, list[str]]:
+    """The file of `--config`, read, and the other arguments."""
     path, rest = take(args, CONFIG_FLAG)
-    values = read_config(Path(path)) if path else {}
-    return tyro.cli(
-        command, args=merged(values, rest, field_types(command)), prog=prog, description=description(command)
-    )
+    return ConfigFile(path or "", read_config(Path(path)) if path else {}), rest
+
+
+def filled(command: type[Any], values: Mapping[str, Any], source: str) -> Any:
+    """A command with values for some of its fields; one that has no default and no value must be a flag."""
+    needed = {f.name: tyro.MISSING for f in fields(command) if f.default is MISSING and f.default_factory is MISSING}
+    return command(**needed | as_fields(command, values, source))
 
 
 def description(command: type) -> str:
     """The class docstring, its example kept as it is written."""
     return (inspect.getdoc(command) or "") + f"\n\n{CONFIG_FLAG} FILE reads any of these options from a TOML file."
-
-
-def merged(values: Mapping[str, Any], args: Sequence[str], types: Mapping[str, Any]) -> list[str]:
-    """The values of a file as flags, with those given by hand after them: the later ones win."""
-    words = leading_words(args)
-    values = {name.replace("-", "_"): value for name, value in values.items()}
-    positional = [] if words else [str(values[name]) for name in values if _is_positional(types.get(name))]
-    named = {name: value for name, value in values.items() if not _is_positional(types.get(name))}
-    return [*args[:words], *positional, *to_flags(named, types), *args[words:]]
 
 
 def to_flags(values: Mapping[str, Any], types: Mapping[str, Any]) -> list[str]:
@@ -108,10 +119,6 @@ def _flag(name: str, value: Any, kind: Any) -> list[str]:
     if isinstance(value, (list, tuple)):
         return [flag, *(str(item) for item in value)]
     return [flag, str(value)]
-
-
-def _is_positional(kind: Any) -> bool:
-    return tyro.conf.Positional in getattr(kind, "__metadata__", ())
 
 
 def _is_suppressed(kind: Any) -> bool:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from oktopk.cli.arguments import CONFIG_FLAG, read_config, take
+from oktopk.cli.arguments import take_file
 from oktopk.cli.console import bytes_text, console, duration_text, table
 from oktopk.cli.report import Report
 from oktopk.cli.train import Train, parse_train
 from oktopk.errors import ConfigError, nearest
 from oktopk.training.algorithms import find_config
-from oktopk.training.config import TrainConfig, from_mapping
+from oktopk.training.config import TrainConfig
 from oktopk.training.environment import world_rank
 from oktopk.training.run_directory import RunDirectory
+from oktopk.training.values import as_fields
 
 _BASELINE = "dense"
 
@@ -39,8 +42,8 @@ class Compare(Train):
 
     @classmethod
     def parse(cls, args: Sequence[str], prog: str) -> Compare:
-        path, rest = take(args, CONFIG_FLAG)
-        command: Compare = parse_train(cls, read_config(Path(path)) if path else {}, rest, prog)
+        file, rest = take_file(args)
+        command: Compare = parse_train(cls, file, rest, prog)
         return command
 
     def __call__(self) -> int:
@@ -123,11 +126,6 @@ def _grid(axes: Sequence[tuple[str, list[str]]]) -> list[dict[str, str]]:
 
 def _typed(option: str, text: str) -> Any:
     """A value of the sweep as the option wants it: a number where it looks like one."""
-    for kind in (int, float):
-        try:
-            return getattr(from_mapping({option: kind(text)}), option)
-        except ConfigError:
-            raise
-        except ValueError:
-            continue
-    return text
+    with suppress(ValueError):
+        return as_fields(TrainConfig, {option: json.loads(text)}, "--sweep")[option]
+    return as_fields(TrainConfig, {option: text}, "--sweep")[option]

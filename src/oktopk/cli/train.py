@@ -12,13 +12,13 @@ from typing import Annotated, Any
 import tyro
 
 from oktopk.cli.arguments import (
-    CONFIG_FLAG,
+    ConfigFile,
     description,
     field_types,
+    filled,
     leading_words,
-    merged,
-    read_config,
     take,
+    take_file,
     to_flags,
 )
 from oktopk.cli.console import console
@@ -34,6 +34,7 @@ from oktopk.training.world import joined_world
 from oktopk.workloads import WORKLOADS
 
 _MODULE = "oktopk.cli"
+_TABLES = ("workload_options", "algorithm_options")
 _COMMON = ("preset", "data", "batch_size")  # flags that the workload explains better than `TrainConfig` can
 
 
@@ -63,13 +64,14 @@ class Train(TrainConfig):
     @classmethod
     def parse(cls, args: Sequence[str], prog: str) -> Train:
         """Flags before the TOML file before, with --resume, what the run was started with."""
-        path, rest = take(args, CONFIG_FLAG)
-        values = read_config(Path(path)) if path else {}
+        file, rest = take_file(args)
         resume, _ = take(rest, "--resume")
         if resume is not None:
-            workload = next(iter(rest[: leading_words(rest)]), values.get("workload"))
-            values = to_values(resumed_config(Path(resume), workload, "--trust" in rest)) | values
-        command: Train = parse_train(cls, values, rest, prog)
+            workload = next(iter(rest[: leading_words(rest)]), file.values.get("workload"))
+            before = resumed_config(Path(resume), workload, "--trust" in rest).to_json()
+            known = {name: value for name, value in before.items() if value is not None}
+            file = ConfigFile(file.path or resume, known | dict(file.values))
+        command: Train = parse_train(cls, file, rest, prog)
         return command
 
     def __call__(self) -> int:
@@ -99,16 +101,16 @@ class Train(TrainConfig):
         return 0
 
 
-def parse_train(command: type[Any], values: Mapping[str, Any], args: Sequence[str], prog: str) -> Any:
+def parse_train(command: type[Any], file: ConfigFile, args: Sequence[str], prog: str) -> Any:
     """A command that trains, with the flags of the workload and the algorithm that are asked for."""
     words = list(args[: leading_words(args)])
-    workload = words[0] if words else str(values.get("workload", "speech"))
-    algorithm = take(args, "--algorithm")[0] or str(values.get("algorithm", "oktopk"))
+    workload = words[0] if words else str(file.values.get("workload", "speech"))
+    algorithm = take(args, "--algorithm")[0] or str(file.values.get("algorithm", "oktopk"))
     if ":" not in workload and workload not in WORKLOADS:
         raise ConfigError(f"unknown workload {workload!r}. {nearest(workload, WORKLOADS)}")
-    parser = _parser(command, find_classes(workload)[0], find_config(algorithm))
-    types = {name: kind for part in field_types(parser).values() for name, kind in field_types(_bare(part)).items()}
-    given = tyro.cli(parser, args=merged(values, args, types), prog=prog, description=description(command))
+    parts = {"workload": find_classes(workload)[0], "algorithm": find_config(algorithm), "run": command}
+    default = _dealt_out(file, parts)
+    given = tyro.cli(type(default), args=args, prog=prog, description=description(command), default=default)
     options = {f.name: getattr(given.workload, f.name) for f in fields(given.workload)}
     return replace(
         given.run,
@@ -116,6 +118,19 @@ def parse_train(command: type[Any], values: Mapping[str, Any], args: Sequence[st
         workload_options=options,
         algorithm_options={f.name: getattr(given.algorithm, f.name) for f in fields(given.algorithm)},
     )
+
+
+def _dealt_out(file: ConfigFile, parts: Mapping[str, type[Any]]) -> Any:
+    """The values of a file, each in the part whose option it is; the last part gets the rest."""
+    tables = [file.values.get(name) or {} for name in _TABLES]
+    left = {name.replace("-", "_"): value for table in (file.values, *tables) for name, value in table.items()}
+    left = {name: value for name, value in left.items() if name not in _TABLES}
+    *first, last = parts
+    made: dict[str, Any] = {}
+    for part in first:
+        own = {f.name: left.pop(f.name) for f in fields(parts[part]) if f.name in left}
+        made[part] = filled(parts[part], own, file.path)
+    return _parser(parts)(**made, **{last: filled(parts[last], left, file.path)})
 
 
 def to_argv(config: Any) -> list[str]:
@@ -128,11 +143,6 @@ def to_argv(config: Any) -> list[str]:
     return [config.workload, *to_flags(_unlike(values, defaults), field_types(type(config)))]
 
 
-def to_values(config: TrainConfig) -> dict[str, Any]:
-    """A configuration as the values of a file."""
-    return {name: value for name, value in config.to_json().items() if value is not None}
-
-
 def as_config(command: Any) -> TrainConfig:
     """What the library needs of a command."""
     return TrainConfig(**{f.name: getattr(command, f.name) for f in fields(TrainConfig)})
@@ -142,15 +152,8 @@ def _unlike(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str,
     return {name: value for name, value in values.items() if name not in defaults or value != defaults[name]}
 
 
-def _parser(command: type[Any], workload_config: type[Any], algorithm_config: type[Any]) -> type[Any]:
-    parts = {"run": command, "workload": workload_config, "algorithm": algorithm_config}
+def _parser(parts: Mapping[str, type[Any]]) -> type[Any]:
+    """One dataclass of several, whose options are flags without a prefix."""
     return make_dataclass(
-        command.__name__,
-        [(name, Annotated[part, tyro.conf.arg(name="")], field(default_factory=part)) for name, part in parts.items()],
-        frozen=True,
+        "Training", [(name, Annotated[part, tyro.conf.arg(name="")]) for name, part in parts.items()], frozen=True
     )
-
-
-def _bare(annotated: Any) -> type[Any]:
-    bare: type[Any] = annotated.__origin__
-    return bare

@@ -112,21 +112,8 @@ class TrainConfig:
         return replace(self, **asdict(recipe) | {"norm_clip": recipe.norm_clip or 0.0})
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values that `TrainConfig(**...)` and `from_mapping` take back."""
+        """Plain values, which `as_fields` turns back into those of this class."""
         return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
-
-
-def from_mapping(values: Mapping[str, Any]) -> TrainConfig:
-    """A configuration from JSON or TOML values: paths, tuples and integer keys get their types back."""
-    given = {name.replace("-", "_"): value for name, value in values.items()}
-    for name in ("runs", "resume"):
-        if given.get(name) is not None:
-            given[name] = Path(given[name])
-    if given.get("lr_steps") is not None:
-        given["lr_steps"] = tuple(given["lr_steps"])
-    if "density_schedule" in given:
-        given["density_schedule"] = {int(step): density for step, density in given["density_schedule"].items()}
-    return TrainConfig(**given)
 
 
 _LEAST: dict[str, float] = {

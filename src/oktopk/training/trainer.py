@@ -18,7 +18,7 @@ from oktopk.front_ends.optimizer import DistributedOptimizer
 from oktopk.training.algorithms import has_sparse_steps
 from oktopk.training.analysis import Analyzer
 from oktopk.training.checkpoint import Checkpoints, Position, find_checkpoint
-from oktopk.training.config import TrainConfig, from_mapping
+from oktopk.training.config import TrainConfig
 from oktopk.training.evaluation import validate
 from oktopk.training.interrupts import Interrupts
 from oktopk.training.journal import Journal, Stopwatch
@@ -29,6 +29,7 @@ from oktopk.training.randomness import seed_all, seed_rank
 from oktopk.training.recorder import Recorder
 from oktopk.training.run_directory import RunDirectory, write_json
 from oktopk.training.state import State
+from oktopk.training.values import as_fields
 from oktopk.training.workload import make_workload
 from oktopk.training.world import World, attempt
 from oktopk.workloads.base import Workload
@@ -61,7 +62,8 @@ def resumed_config(resume: Path, workload: str | None = None, trust: bool = Fals
     """
     run = find_checkpoint(resume).parent.parent
     known = {field.name for field in fields(TrainConfig)}
-    saved = from_mapping({name: value for name, value in RunDirectory.open(run).config.items() if name in known})
+    values = {name: value for name, value in RunDirectory.open(run).config.items() if name in known}
+    saved = TrainConfig(**as_fields(TrainConfig, values, str(run / "config.json")))
     if ":" in saved.workload and workload is None and not trust:
         raise ConfigError(
             f"{run} names code to run, the workload {saved.workload!r}. If that is yours, say so: give the workload "
