@@ -39,7 +39,7 @@ kernels.all_below(grad, inf)
 kernels.accumulate_(residual, grad, 1000)
 chosen, _ = kernels.select_topk(residual, 1000)
 kernels.retain_(residual, chosen)
-kernels.fill_([grad], chosen, 1.0)
+kernels.fill_([grad], chosen)
 print(json.dumps(time.process_time() - imported))
 """
 
@@ -217,7 +217,7 @@ class _Bench:
             "common of k and k": lambda: kernels.common(chosen, chosen.indices),
             "above of k": lambda: kernels.above(chosen, 0.0),
             "retain_": lambda: kernels.retain_(self.residual, chosen),
-            "fill_": lambda: kernels.fill_([self.residual], chosen, 0.5),
+            "fill_": lambda: kernels.fill_([self.residual], chosen),
         }
         best = self._race(works, repeats)
         return [StageRow(name, seconds, seconds / best["add_ (torch)"]) for name, seconds in best.items()]

@@ -123,7 +123,7 @@ def _fused_per_entry(density: float, numel: int) -> float:
 def _select_retain_fill(kernels: Kernels, acc: Tensor, k: int, mean: Tensor) -> None:
     chosen, _ = kernels.select_topk(acc, k)
     kernels.retain_(acc, chosen)
-    kernels.fill_([mean], chosen, 0.25)
+    kernels.fill_([mean], chosen)
 
 
 def _per_pair(wire: str, density: float, numel: int) -> tuple[float, float]:

@@ -105,9 +105,7 @@ PARTS: dict[str, Part] = {
     "step-100mbit": _step_part("100mbit", EVERYONE, 2, 2),
     "step-10gbit": _step_part("10gbit", FAST_NETWORKS, 3, 2),
     "step-loopback": _step_part("loopback", FAST_NETWORKS, 3, 2),
-    "allreduce": Part(
-        4, "1gbit", "oktopk bench allreduce --numels 1000000 10000000 --world-sizes 4 --repeats 3", _allreduce
-    ),
+    "allreduce": Part(4, "1gbit", f"oktopk bench allreduce {ALLREDUCE_FLAGS}", _allreduce),
     "scaling": Part(16, "loopback", "oktopk bench scaling", _scaling),
     "overlap": Part(2, "100mbit", "oktopk bench overlap", _overlap),
 }
