@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from oktopk.workloads.bert.data import IGNORED, Corpus, load_corpus, make_batch
 from oktopk.workloads.bert.model import Bert
 from oktopk.workloads.bert.tokenizer import SPECIAL, Pieces, read_vocabulary, train_vocabulary
 from oktopk.workloads.bert.workload import PRESETS, BertConfig, BertWorkload
+from workload_checks import losses_of
 
 torch.set_num_threads(1)  # tests run side by side: more threads than cores only wait for each other
 LENGTH = 32
@@ -183,14 +185,7 @@ def test_it_learns(text):
     torch.manual_seed(0)
     model = one.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    losses = []
-    for epoch in range(4):
-        for batch in one.batches(epoch, 0, 1):
-            loss = one.loss(model, batch)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
+    losses = losses_of(one, model, optimizer, chain.from_iterable(one.batches(epoch, 0, 1) for epoch in range(4)))
     assert np.mean(losses[-5:]) < 0.75 * np.mean(losses[:5])
 
 

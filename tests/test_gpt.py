@@ -19,6 +19,7 @@ from oktopk.workloads.gpt.data import load_text, make_batch, windows
 from oktopk.workloads.gpt.model import Decoder, Shape
 from oktopk.workloads.gpt.tokens import UNKNOWN, Characters
 from oktopk.workloads.gpt.workload import PRESETS, GptConfig, GptWorkload
+from workload_checks import assert_shards_add_up, losses_of
 
 torch.set_num_threads(1)  # tests run side by side: more threads than cores only wait for each other
 TEXT = "".join(f"  {number} times {number % 7} is {number * (number % 7)};\n" for number in range(600))
@@ -174,12 +175,8 @@ def test_fresh_weights_spread_as_in_gpt_2_and_the_first_loss_is_that_of_chance()
 def test_evaluation_sums_are_the_same_over_any_number_of_ranks(text):
     one = workload(text, valid_windows=20)
     model = one.model()
-    alone = one.evaluate(model, 0, 1)
+    alone = assert_shards_add_up(one, model, (3, 40))  # 40: more ranks than examples, so some have nothing to do
     assert alone["tokens"] == 20 * 32
-    for world_size in (3, 40):  # 40: more ranks than examples, so some have nothing to do
-        shared = [one.evaluate(model, rank, world_size) for rank in range(world_size)]
-        for name, total in alone.items():
-            assert sum(part[name] for part in shared) == pytest.approx(total, rel=1e-5)
     summary = one.summarize(alone)
     assert summary["perplexity"] == pytest.approx(math.exp(summary["loss"]))
     assert one.summarize({"loss_sum": 0.0, "tokens": 0.0}) == {} and model.training
@@ -197,10 +194,7 @@ def test_it_learns_multiplication_tables(text):
     torch.manual_seed(0)
     model = one.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for batch in chain(one.batches(0, 0, 1), one.batches(1, 0, 1)):
-        optimizer.zero_grad()
-        one.loss(model, batch).backward()
-        optimizer.step()
+    losses_of(one, model, optimizer, chain(one.batches(0, 0, 1), one.batches(1, 0, 1)))
     by_frequency = np.bincount(one.text.train) / len(one.text.train)
     alone = math.exp(-np.log(by_frequency[one.text.valid]).mean())  # what characters without context allow
     assert one.summarize(one.evaluate(model, 0, 1))["perplexity"] < alone / 2

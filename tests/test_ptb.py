@@ -12,6 +12,7 @@ from oktopk.workloads import workload_classes
 from oktopk.workloads.ptb.data import EOS, UNKNOWN, columns, load_words, windows
 from oktopk.workloads.ptb.model import WordLSTM
 from oktopk.workloads.ptb.workload import PRESETS, PtbConfig, PtbWorkload
+from workload_checks import assert_shards_add_up, losses_of
 
 torch.set_num_threads(1)  # tests run side by side: more threads than cores only wait for each other
 
@@ -128,11 +129,7 @@ def test_evaluation_sums_are_the_same_over_any_number_of_ranks(corpus):
     model = one.model()
     one.loss(model, next(one.batches(0, 0, 1)))
     before = one.state_dict()
-    alone = one.evaluate(model, 0, 1)
-    for world_size in (3, 20):  # 20: more ranks than columns, so some have nothing to do
-        shared = [one.evaluate(model, rank, world_size) for rank in range(world_size)]
-        for name, total in alone.items():
-            assert sum(part[name] for part in shared) == pytest.approx(total, rel=1e-5)
+    alone = assert_shards_add_up(one, model, (3, 20))  # 20: more ranks than columns, so some have nothing to do
     summary = one.summarize(alone)
     assert summary["perplexity"] == pytest.approx(math.exp(summary["loss"]))
     assert one.summarize({"loss_sum": 0.0, "words": 0.0}) == {}
@@ -146,11 +143,7 @@ def test_it_learns_a_cycle_of_words(corpus):
     optimizer = torch.optim.SGD(model.parameters(), lr=one.recipe.lr)
     start = one.summarize(one.evaluate(model, 0, 1))["perplexity"]
     for epoch in range(8):
-        for batch in one.batches(epoch, 0, 1):
-            optimizer.zero_grad()
-            one.loss(model, batch).backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)
-            optimizer.step()
+        losses_of(one, model, optimizer, one.batches(epoch, 0, 1), clip=0.25)
     assert one.summarize(one.evaluate(model, 0, 1))["perplexity"] < start / 2
 
 

@@ -25,6 +25,7 @@ from oktopk.workloads.speech.sampler import LengthSampler
 from oktopk.workloads.speech.score import error_rates, error_sums
 from oktopk.workloads.speech.text import ALPHABET, encode
 from oktopk.workloads.speech.workload import PRESETS, SpeechConfig, SpeechWorkload
+from workload_checks import assert_shards_add_up, losses_of
 
 OKTOPK_DATA = os.environ.get("OKTOPK_DATA", "")
 needs_an4 = pytest.mark.skipif(not OKTOPK_DATA, reason="OKTOPK_DATA does not point to the real corpora")
@@ -273,11 +274,7 @@ def test_no_data_gives_no_rate_rather_than_nan(workload: SpeechWorkload) -> None
 def test_validation_shards_sum_to_the_whole(workload: SpeechWorkload) -> None:
     torch.manual_seed(0)
     model = workload.model()
-    whole = workload.evaluate(model, 0, 1)
-    shards = [workload.evaluate(model, rank, 3) for rank in range(3)]
-    for name, value in whole.items():
-        assert sum(shard[name] for shard in shards) == pytest.approx(value, rel=1e-4)  # other batch shapes
-    summary = workload.summarize(whole)
+    summary = workload.summarize(assert_shards_add_up(workload, model, (3,)))
     assert set(summary) == {"loss", "WER", "CER"} and all(math.isfinite(value) for value in summary.values())
     assert model.training
 
@@ -310,13 +307,7 @@ def test_a_few_steps_lower_the_loss(workload: SpeechWorkload) -> None:
     torch.manual_seed(0)
     model, batch = workload.model(), next(workload.batches(0, 0, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    losses = []
-    for _ in range(8):
-        loss = workload.loss(model, batch)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = losses_of(workload, model, optimizer, [batch] * 8)
     assert all(map(math.isfinite, losses)) and losses[-1] < losses[0]
 
 
@@ -364,14 +355,7 @@ def test_the_papers_network_learns_a_tiny_set() -> None:
     torch.manual_seed(0)
     model, batch = workload.model(), next(workload.batches(0, 0, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=workload.recipe.lr, momentum=0.9)
-    losses = []
-    for _ in range(20):
-        loss = workload.loss(model, batch)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), workload.recipe.norm_clip or 400.0)
-        optimizer.step()
-        losses.append(loss.item())
+    losses = losses_of(workload, model, optimizer, [batch] * 20, workload.recipe.norm_clip or 400.0)
     assert all(map(math.isfinite, losses)) and min(losses[-3:]) < 0.8 * losses[0]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,7 @@ from oktopk.workloads.vision import shapes
 from oktopk.workloads.vision.data import ArrayImages, Images, augment, fit
 from oktopk.workloads.vision.model import build
 from oktopk.workloads.vision.workload import PRESETS, VisionConfig, VisionWorkload
+from workload_checks import assert_shards_add_up, losses_of
 
 torch.set_num_threads(1)  # tests run side by side: more threads than cores only wait for each other
 
@@ -124,10 +127,7 @@ def test_evaluation_sums_are_the_same_over_any_number_of_ranks():
     workload = small()
     torch.manual_seed(0)
     model = workload.model()
-    alone = workload.evaluate(model, 0, 1)
-    shared = [workload.evaluate(model, rank, 3) for rank in range(3)]
-    for name, total in alone.items():
-        assert sum(part[name] for part in shared) == pytest.approx(total, rel=1e-5)  # float32 sums in another order
+    alone = assert_shards_add_up(workload, model, (3,))
     summary = workload.summarize(alone)
     assert set(summary) == {"loss", "accuracy", "top5"} and 0 <= summary["accuracy"] <= summary["top5"] <= 1
     assert model.training
@@ -139,14 +139,8 @@ def test_a_few_steps_lower_the_loss():
     torch.manual_seed(0)
     model = workload.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-    losses = []
-    for epoch in range(6):
-        for batch in workload.batches(epoch % 2, 0, 1):
-            loss = workload.loss(model, batch)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
+    batches = chain.from_iterable(workload.batches(epoch % 2, 0, 1) for epoch in range(6))
+    losses = losses_of(workload, model, optimizer, batches)
     assert np.mean(losses[-4:]) < 0.95 * np.mean(losses[:4])
 
 
