@@ -15,12 +15,18 @@ from oktopk.front_ends.weights import unwrap_optimizer
 log = logging.getLogger("oktopk")
 
 
+_REDUCED_ONCE = "_static_graph_delay_allreduce_enqueued"
+
+
 class QuietDDP:
     """DDP that neither reduces gradients nor broadcasts buffers, also when somebody turns that on again."""
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self._ddp = ddp
-        self._static, ddp._static_graph_delay_allreduce_enqueued = ddp._static_graph_delay_allreduce_enqueued, True
+        # With a static graph DDP reduces once at the end of its first backward, unless it thinks that it has.
+        self._had_reduced = ddp.__dict__.get(_REDUCED_ONCE)
+        if self._had_reduced is not None:
+            setattr(ddp, _REDUCED_ONCE, True)
         self._hook = ddp.register_forward_pre_hook(self._keep_quiet)
         self._keep_quiet(ddp, ())
 
@@ -30,7 +36,8 @@ class QuietDDP:
     def end(self) -> None:
         self._hook.remove()
         self._ddp.require_backward_grad_sync = self._ddp.require_forward_param_sync = True
-        self._ddp._static_graph_delay_allreduce_enqueued = self._static
+        if self._had_reduced is not None:
+            setattr(self._ddp, _REDUCED_ONCE, self._had_reduced)
 
 
 def count_skipped_steps(
