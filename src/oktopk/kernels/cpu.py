@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any, Protocol
 
 import numpy as np
@@ -76,7 +77,9 @@ class CpuKernels(ReferenceKernels):
     def scan(self, difference: Difference, k: int = 0) -> float:
         if not _is_plain(difference):
             return super().scan(difference, k)
-        return self._scan_and_remember(_Subtraction.of(difference), max(1, k))
+        energy = self._scan_and_remember(_Subtraction.of(difference), max(1, k))
+        # Squares are summed in the precision of the entries: those of huge ones overflow.
+        return energy if isfinite(energy) else super().scan(difference, k)
 
     def select_topk(self, x: Source, k: int) -> tuple[SparseVector, float]:
         if isinstance(x, Difference) and not _is_plain(x):
@@ -155,11 +158,12 @@ class CpuKernels(ReferenceKernels):
         terms = _Subtraction.of(difference).terms
         for written in (difference.shared, *difference.own):
             _written(written)
-        placed = sparse.move(*terms, _numpy(mean.indices), _numpy(mean.values))
-        change = sparse.take_from_difference(*terms, _numpy(sent.indices), _numpy(sent.values))
-        if placed < mean.nnz or np.isnan(change):
+        indices, values = _numpy(sent.indices), _numpy(sent.values)
+        placed, taken, change = sparse.move(*terms, _numpy(mean.indices), _numpy(mean.values), indices, values)
+        rest = sparse.take_from_difference(*terms, indices[taken:], values[taken:])
+        if placed < mean.nnz or np.isnan(rest):
             raise IndexError(f"mean or sent name entries outside of a vector of {difference.numel()}.")
-        return float(change)
+        return float(change + rest)
 
     def fill_(self, pieces: Sequence[Tensor], vector: SparseVector, scale: float = 1.0) -> None:
         if not all(piece.is_contiguous() and piece.dtype == pieces[0].dtype for piece in pieces):

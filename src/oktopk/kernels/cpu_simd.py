@@ -76,8 +76,11 @@ def stream_line(typing: Any, to: Any, at: Any, source: Any, start: Any) -> Any:
     return types.void(to, types.intp, source, types.intp), generate
 
 
-def _combine_word(operation: str, store: str) -> Any:
-    """An intrinsic that adds or subtracts 64 entries, compares and squares the results while they are in registers."""
+def _combine_word(operation: str, store: str, precise: bool = True) -> Any:
+    """An intrinsic that adds or subtracts 64 entries, compares and squares the results while they are in registers.
+
+    Squares are summed in double precision, or in that of the entries, where some may overflow.
+    """
 
     def combine(typing: Any, out: Any, at: Any, residual: Any, grad: Any, grad_at: Any, key: Any) -> Any:
         bits = types.Integer.from_bitwidth(out.dtype.bitwidth, False)
@@ -94,7 +97,8 @@ def _combine_word(operation: str, store: str) -> Any:
                 builder.gep(_data(context, builder, signature, args, which), [args[place]])
                 for which, place in ((0, 1), (2, 1), (3, 4))
             ]
-            word, squares = ir.Constant(_I64, 0), ir.Constant(doubles, [0.0] * lanes)
+            wide = doubles if precise else floats
+            word, squares = ir.Constant(_I64, 0), ir.Constant(wide, [0.0] * lanes)
             for start in range(0, WORD, lanes):
                 target, *sources = (
                     builder.bitcast(builder.gep(base, [ir.Constant(_I64, start)]), floats.as_pointer())
@@ -111,11 +115,14 @@ def _combine_word(operation: str, store: str) -> Any:
                 )
                 few = builder.zext(builder.bitcast(above, ir.IntType(lanes)), _I64)
                 word = builder.or_(word, builder.shl(few, ir.Constant(_I64, start)))
-                wide = total if width == 64 else builder.fpext(total, doubles)
-                squares = builder.fadd(squares, builder.fmul(wide, wide, flags=_ANY_ORDER), flags=_ANY_ORDER)
-            kind = ir.FunctionType(_DOUBLE, [_DOUBLE, doubles])
-            add_up = cgutils.get_or_insert_function(builder.module, kind, f"llvm.vector.reduce.fadd.v{lanes}f64")
-            energy = builder.call(add_up, [ir.Constant(_DOUBLE, 0.0), squares], fastmath=_ANY_ORDER)
+                factor = total if wide == floats or width == 64 else builder.fpext(total, doubles)
+                squares = builder.fadd(squares, builder.fmul(factor, factor, flags=_ANY_ORDER), flags=_ANY_ORDER)
+            kind = ir.FunctionType(wide.element, [wide.element, wide])
+            name = f"llvm.vector.reduce.fadd.v{lanes}f{64 if precise else width}"
+            add_up = cgutils.get_or_insert_function(builder.module, kind, name)
+            energy = builder.call(add_up, [ir.Constant(wide.element, 0.0), squares], fastmath=_ANY_ORDER)
+            if wide.element != _DOUBLE:
+                energy = builder.fpext(energy, _DOUBLE)
             return context.make_tuple(builder, result, [word, energy])
 
         return result(out, types.intp, residual, grad, types.intp, bits), generate
@@ -127,7 +134,7 @@ def _combine_word(operation: str, store: str) -> Any:
 # Returns bit i: whether the sum, its sign removed, is at least `key`; and the sum of squares of the sums.
 add_word = _combine_word("fadd", "near")
 add_word_past = _combine_word("fadd", "past")  # out[at] begins a cache line; written as by `stream_line`
-subtract_word = _combine_word("fsub", "nowhere")  # of residual - grad; `out` is not looked at
+subtract_word = _combine_word("fsub", "nowhere", precise=False)  # of residual - grad; `out` is not looked at
 
 
 @intrinsic

@@ -135,32 +135,49 @@ def subtract_at(residual: Any, indices: Any, values: Any) -> Any:
 
 
 @jit
-def move(shared: Any, addresses: Any, ends: Any, indices: Any, values: Any) -> Any:
-    """shared[indices] -= values, and the same of pieces (as in `cpu_loops.add_compact`); how many it could place."""
-    piece, base = 0, 0
+def move(shared: Any, addresses: Any, ends: Any, indices: Any, values: Any, sent: Any, sent_values: Any) -> Any:
+    """shared[indices] -= values, the same of pieces (as in `add_compact`), and pieces[sent] += sent_values.
+
+    Indices ascend. Returns how many of both it could place, and how the sum of squares of shared - pieces changed: it
+    stops where one is out of bounds, and at the first of `sent` that does not ascend or is not among `indices`.
+    """
+    piece, base, place, change = 0, 0, 0, 0.0
     own = array_at(addresses[0], ends[0], shared)
     for i in range(indices.size):
-        prefetch(shared, indices[min(i + AHEAD, indices.size - 1)])
+        ahead = indices[min(i + AHEAD, indices.size - 1)]
+        prefetch(shared, ahead)
+        prefetch(own, ahead - base)
         at = indices[i]
         if not 0 <= at < shared.size:
-            return i
+            return i, place, change
         if not base <= at < ends[piece]:
             piece = np.searchsorted(ends, at, side="right")
             base = ends[piece - 1] if piece else 0
             own = array_at(addresses[piece], ends[piece] - base, shared)
-        shared[at] -= values[i]
-        own[at - base] -= values[i]
-    return indices.size
+        theirs, mine = shared[at], own[at - base]
+        after = theirs - values[i]
+        shared[at] = after
+        if place < sent.size and sent[place] == at:
+            before, mine = np.float64(theirs) - np.float64(mine), mine - (values[i] - sent_values[place])
+            left = np.float64(after) - np.float64(mine)
+            change += left * left - before * before
+            place += 1
+        else:
+            mine -= values[i]
+        own[at - base] = mine
+    return indices.size, place, change
 
 
 @jit
 def take_from_difference(shared: Any, addresses: Any, ends: Any, indices: Any, values: Any) -> Any:
-    """pieces[indices] += values: so much less is shared - pieces. How the sum of squares of that changed, NaN if an
-    index is out of bounds."""
+    """pieces[indices] += values, in any order: so much less is shared - pieces. How the sum of squares of that
+    changed, NaN if an index is out of bounds."""
     piece, base, change = 0, 0, 0.0
     own = array_at(addresses[0], ends[0], shared)
     for i in range(indices.size):
-        prefetch(shared, indices[min(i + AHEAD, indices.size - 1)])
+        ahead = indices[min(i + AHEAD, indices.size - 1)]
+        prefetch(shared, ahead)
+        prefetch(own, ahead - base)
         at = indices[i]
         if not 0 <= at < shared.size:
             return np.nan
@@ -168,9 +185,9 @@ def take_from_difference(shared: Any, addresses: Any, ends: Any, indices: Any, v
             piece = np.searchsorted(ends, at, side="right")
             base = ends[piece - 1] if piece else 0
             own = array_at(addresses[piece], ends[piece] - base, shared)
-        before = np.float64(shared[at] - own[at - base])
+        before = np.float64(shared[at]) - np.float64(own[at - base])
         own[at - base] += values[i]
-        after = np.float64(shared[at] - own[at - base])
+        after = np.float64(shared[at]) - np.float64(own[at - base])
         change += after * after - before * before
     return change
 
