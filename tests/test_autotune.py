@@ -10,17 +10,17 @@ from torch import Tensor
 
 import oktopk
 from oktopk.errors import ConfigError
-from oktopk.reduction.autotune import BY_BUCKET, BY_STEP, DENSE, FUSINGS, AutoConfig, ChosenWire, Tuner, Way
+from oktopk.reduction.autotune import BY_BUCKET, BY_STEP, DENSE, FUSINGS, AutoConfig, ChosenWire, Tuner, Method
 from oktopk.transport import ThreadWorld
 from oktopk.transport.threads import ThreadTransport, run_world
 from oktopk.types import SparseVector
 
 LAYOUT = (("weight", 10_000),)
-FLOAT32, BFLOAT16 = Way(True, "float32"), Way(True, "bfloat16")
+FLOAT32, BFLOAT16 = Method(True, "float32"), Method(True, "bfloat16")
 CONFIG = AutoConfig(wires=("float32", "bfloat16"), trial_steps=2, recheck_every=5)
 
 
-def drive(tuner: Tuner, costs: dict[Way, float], steps: int) -> list[Way]:
+def drive(tuner: Tuner, costs: dict[Method, float], steps: int) -> list[Method]:
     ways = []
     for _ in range(steps):
         way = tuner.choose(LAYOUT)
@@ -43,7 +43,7 @@ def test_dense_is_kept_where_it_is_faster(caplog: pytest.LogCaptureFixture) -> N
     tuner = alone()
     with caplog.at_level(logging.INFO, "oktopk"):
         assert drive(tuner, {FLOAT32: 3.0, BFLOAT16: 2.0, DENSE: 1.0}, 10)[-1] == DENSE
-    assert tuner.decisions([LAYOUT])["weight"].way == DENSE
+    assert tuner.decisions([LAYOUT])["weight"].method == DENSE
     assert "auto: dense for weight" in caplog.text and "1000.0 ms" in caplog.text, "the log says what, and why"
 
 
@@ -134,7 +134,7 @@ def test_a_step_is_quiet_when_nothing_is_tried_on_its_buckets() -> None:
 def test_ranks_that_measure_differently_agree_on_the_slowest() -> None:
     costs = [{FLOAT32: 3.0, BFLOAT16: 1.0, DENSE: 9.0}, {FLOAT32: 3.0, BFLOAT16: 4.0, DENSE: 9.0}]
 
-    def rank(transport: object) -> Way:
+    def rank(transport: object) -> Method:
         tuner = Tuner(CONFIG, transport)  # type: ignore[arg-type]
         return drive(tuner, costs[tuner._transport.rank], 10)[-1]
 

@@ -121,15 +121,15 @@ class Clock:
         return _Phase(self, name)
 
     def begin(self, name: str) -> None:
-        self._settle()
+        self._charge()
         self._open.append(name)
         self.last = name
 
     def end(self) -> None:
-        self._settle()
+        self._charge()
         self._open.pop()
 
-    def _settle(self) -> None:
+    def _charge(self) -> None:
         now = perf_counter()
         if self._open:
             self.seconds[self._open[-1]] += now - self._since

@@ -206,7 +206,7 @@ class LocalSteps:
         self._due = self._interval.steps(self.step)
 
     def _reduce(self, dense: bool) -> None:
-        self._settle()
+        self._complete()
         terms = describe(self._optimizer)
         pipeline = self.reducer._pipeline
         for vector in self._vectors:
@@ -217,9 +217,9 @@ class LocalSteps:
                 self._updates.choose(own, pipeline.k_at(self.step, own.numel) if only_some else 0)
             self._under_way.append(self.reducer._submit(own, request))
         if not self._updates.deferred:
-            self._settle()
+            self._complete()
 
-    def _settle(self) -> None:
+    def _complete(self) -> None:
         """Wait for what is under way, and apply it if that was put off."""
         under_way, self._under_way = self._under_way, []
         for future in under_way:
@@ -262,7 +262,7 @@ class LocalSteps:
         """One dense mean of what is owed: all ranks end with the same weights. Every rank must call it."""
         if self.world_size == 1:
             return
-        self._settle()
+        self._complete()
         deferred, self._updates.deferred = self._updates.deferred, False
         try:
             self._reduce(dense=True)
@@ -273,7 +273,7 @@ class LocalSteps:
 
     def restart(self) -> None:
         """Take rank 0's weights and buffers as they are now for everyone's; drop what is owed."""
-        self._settle()
+        self._complete()
         own = [vector.own() for vector in self._vectors]
         pieces = [piece for weights in own for piece in weights.pieces]
         self.reducer.communicate(lambda transport: broadcast_(pieces, transport))
@@ -359,7 +359,7 @@ class LocalSteps:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue exactly where the state was taken, in the middle of an interval too."""
-        self._settle()
+        self._complete()
         if len(state["weights"]) != len(self._vectors):
             raise CheckpointError("this state is of another model: it has other dtypes or buffers.")
         for vector, saved in zip(self._vectors, state["weights"], strict=True):

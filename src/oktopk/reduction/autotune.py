@@ -1,13 +1,13 @@
-"""`algorithm="auto"`: which way is fastest for each bucket, found by trying, and agreed between ranks.
+"""`algorithm="auto"`: which method is fastest for each bucket, found by trying, and agreed between ranks.
 
 1. Try the sparse algorithm with each wire format for a few steps, and time a small message over the link.
 2. Try dense too, unless the link says that it would take several times as long.
-3. All ranks take the way whose slowest rank was fastest, say why, and keep to it until the next check.
+3. All ranks take the method whose slowest rank was fastest, say why, and keep to it until the next check.
 
 A front end that can hand over gradients in several ways (DDP's buckets one by one, or all of them as one vector) lets
 these be tried too: here whole steps are timed, because buckets travel while backward goes on.
 
-Every way is a correct reduction with error feedback, so that trials cost time and nothing else.
+Every method is a correct reduction with error feedback, so that trials cost time and nothing else.
 """
 
 from __future__ import annotations
@@ -34,17 +34,19 @@ Option = TypeVar("Option")
 
 AUTO = "auto"
 PROBE_BYTES = 64 * 1024  # to each peer: long enough to feel the bandwidth, short enough for slow links
-HOPELESS = 3.0  # dense is not tried when the link alone would take this many times as long as the best sparse way
-HABIT = 0.97  # a new way must be this much faster than the one in use
-COARSER = 0.95  # a coarser wire format must be this much faster than a finer one: trials are noisy, and it rounds more
+DENSE_CUTOFF = 3.0  # dense is not tried when the link alone takes so many times as long as the best sparse method
+SWITCH_GAIN = 0.97  # a new method must be this much faster than the one in use
+COARSER_GAIN = (
+    0.95  # a coarser wire format must be this much faster than a finer one: trials are noisy, and it rounds more
+)
 
 
 @dataclass(frozen=True)
 class AutoConfig:
-    """How the fastest way is looked for."""
+    """How the fastest method is looked for."""
 
     wires: tuple[str, ...] = ("float32", "bfloat16", "int8")  # value formats to try; fewer = shorter trials
-    trial_steps: int = 5  # timed steps per way, after one that warms up; more = surer, longer trials
+    trial_steps: int = 5  # timed steps per method, after one that warms up; more = surer, longer trials
     recheck_every: int = 2000  # steps between trials; smaller = quicker to notice a changed network, more trials
 
     def __post_init__(self) -> None:
@@ -58,7 +60,7 @@ class AutoConfig:
 
 
 @dataclass(frozen=True)
-class Way:
+class Method:
     """One way to reduce a bucket."""
 
     is_sparse: bool
@@ -69,14 +71,14 @@ class Way:
         return f"sparse {self.wire}" if self.is_sparse else "dense"
 
 
-DENSE = Way(False, "float32")
+DENSE = Method(False, "float32")
 
 
 @dataclass(frozen=True)
 class Decision:
     """What a bucket does from now on, and why."""
 
-    way: Way
+    method: Method
     reason: str
 
 
@@ -84,7 +86,7 @@ BY_BUCKET, BY_STEP = FUSINGS = ("bucket by bucket", "one vector per step")
 
 
 def trials(config: AutoConfig) -> int:
-    """How many steps pass at most until all is decided: every way with every fusing, then steps to compare these."""
+    """How many steps pass at most until all is decided: every method with every fusing, then steps to compare these."""
     of_ways = (config.trial_steps + 1) * (len(config.wires) + 1)
     return len(FUSINGS) * (of_ways + config.trial_steps + 2)
 
@@ -94,20 +96,20 @@ class Tuner:
 
     def __init__(self, config: AutoConfig, transport: Transport) -> None:
         self._config, self._transport = config, transport
-        self._ways = [Way(True, wire) for wire in config.wires]
-        self._buckets: dict[Layout, _Trial[Way]] = {}
+        self._methods = [Method(True, wire) for wire in config.wires]
+        self._buckets: dict[Layout, _Trial[Method]] = {}
         self._fusing = _Trial(FUSINGS)
         self._tried = False  # since the last call of `was_quiet`
 
-    def choose(self, layout: Layout) -> Way:
+    def choose(self, layout: Layout) -> Method:
         """How to reduce this bucket now."""
         return self._bucket(layout).now
 
-    def observe(self, layout: Layout, way: Way, seconds: float) -> None:
+    def observe(self, layout: Layout, method: Method, seconds: float) -> None:
         """Learn how long it took; the end of a trial is the same step on all ranks."""
         bucket = self._bucket(layout)
-        self._tried |= not bucket.is_settled
-        if bucket.observe(way, seconds, self._config):
+        self._tried |= not bucket.is_decided
+        if bucket.observe(method, seconds, self._config):
             self._conclude(layout, bucket)
 
     def was_quiet(self) -> bool:
@@ -128,7 +130,7 @@ class Tuner:
         slowest = self._slowest(self._fusing.best())
         chosen = _unless_hardly(min(slowest, key=lambda name: slowest[name]), slowest, self._fusing.chosen)
         reason = ", ".join(f"{name} {seconds * 1e3:.1f} ms" for name, seconds in slowest.items())
-        self._fusing.settle(chosen, reason)
+        self._fusing.decide(chosen, reason)
         if self._transport.rank == 0:
             log.info("auto: %s, because steps took: %s", chosen, reason)
 
@@ -139,9 +141,9 @@ class Tuner:
 
     def state_dict(self) -> dict[str, Any]:
         buckets = [
-            {"layout": [list(pair) for pair in layout], "is_sparse": way.is_sparse, "wire": way.wire,
+            {"layout": [list(pair) for pair in layout], "is_sparse": method.is_sparse, "wire": method.wire,
              "reason": bucket.reason, "steps": bucket.steps}
-            for layout, bucket in self._buckets.items() if (way := bucket.chosen) is not None
+            for layout, bucket in self._buckets.items() if (method := bucket.chosen) is not None
         ]  # fmt: skip
         fusing = self._fusing
         return {"buckets": buckets, "fusing": [fusing.chosen, fusing.reason, fusing.steps] if fusing.chosen else []}
@@ -151,33 +153,33 @@ class Tuner:
         self._buckets, self._fusing = {}, _Trial(FUSINGS)
         for saved in state["buckets"]:
             layout = tuple((str(name), int(numel)) for name, numel in saved["layout"])
-            way = Way(bool(saved["is_sparse"]), str(saved["wire"]))
-            self._bucket(layout).settle(way, str(saved["reason"]), int(saved["steps"]))
+            method = Method(bool(saved["is_sparse"]), str(saved["wire"]))
+            self._bucket(layout).decide(method, str(saved["reason"]), int(saved["steps"]))
         if state["fusing"]:
             chosen, reason, steps = state["fusing"]
-            self._fusing.settle(str(chosen), str(reason), int(steps))
+            self._fusing.decide(str(chosen), str(reason), int(steps))
 
-    def _bucket(self, layout: Layout) -> _Trial[Way]:
+    def _bucket(self, layout: Layout) -> _Trial[Method]:
         if layout not in self._buckets:
-            self._buckets[layout] = _Trial(self._ways)
+            self._buckets[layout] = _Trial(self._methods)
         return self._buckets[layout]
 
-    def _conclude(self, layout: Layout, bucket: _Trial[Way]) -> None:
+    def _conclude(self, layout: Layout, bucket: _Trial[Method]) -> None:
         slowest = self._slowest(bucket.best())
         numel = sum(count for _, count in layout)
         if DENSE not in slowest:
             estimate = self._dense_estimate(4 * numel)
-            if estimate < HOPELESS * min(slowest.values()):
+            if estimate < DENSE_CUTOFF * min(slowest.values()):
                 bucket.also_try(DENSE)
                 return
             reason = f"dense would take {estimate * 1e3:.1f} ms on this link"
         else:
             reason = f"dense {slowest[DENSE] * 1e3:.1f} ms"
-        way = _fastest(slowest, bucket.chosen)
+        method = _fastest(slowest, bucket.chosen)
         sparse = ", ".join(f"{w.name} {s * 1e3:.1f} ms" for w, s in slowest.items() if w.is_sparse)
-        bucket.settle(way, f"{sparse}, {reason}")
+        bucket.decide(method, f"{sparse}, {reason}")
         if self._transport.rank == 0:
-            log.info("auto: %s for %s (%d entries): %s", way.name, _name(layout), numel, bucket.reason)
+            log.info("auto: %s for %s (%d entries): %s", method.name, _name(layout), numel, bucket.reason)
 
     def _slowest(self, mine: Mapping[Option, float]) -> dict[Option, float]:
         """Seconds of the slowest rank, the same on all."""
@@ -247,20 +249,20 @@ class _Trial(Generic[Option]):
         return self.chosen
 
     @property
-    def is_settled(self) -> bool:
+    def is_decided(self) -> bool:
         return not self._trying
 
     def observe(self, option: Option, seconds: float, config: AutoConfig) -> bool:
         """Learn how long a step took with an option; whether all were tried just now, so that one must be chosen."""
         self.steps += 1
-        if self.is_settled:
+        if self.is_decided:
             if self.steps >= config.recheck_every:
                 self._trying, self._seconds, self.steps = list(self.options), {}, 0
             return False
         self._seconds.setdefault(option, []).append(seconds)
         if option == self._trying[0] and len(self._seconds[option]) > config.trial_steps:
             self._trying.pop(0)
-        return self.is_settled
+        return self.is_decided
 
     def also_try(self, option: Option) -> None:
         self._trying.append(option)
@@ -269,22 +271,22 @@ class _Trial(Generic[Option]):
         """The fastest step with each option; the first does not count, it warms up."""
         return {option: min(times[1:] or times) for option, times in self._seconds.items()}
 
-    def settle(self, chosen: Option, reason: str, steps: int = 0) -> None:
+    def decide(self, chosen: Option, reason: str, steps: int = 0) -> None:
         self.chosen, self.reason, self.steps, self._trying, self._seconds = chosen, reason, steps, [], {}
 
 
-def _fastest(slowest: Mapping[Way, float], current: Way | None) -> Way:
-    best = min(slowest, key=lambda way: slowest[way])
+def _fastest(slowest: Mapping[Method, float], current: Method | None) -> Method:
+    best = min(slowest, key=lambda method: slowest[method])
     kept = _unless_hardly(best, slowest, current)
     if kept != best or not best.is_sparse:
         return kept
     # As they are listed, the finest first.
-    return next(way for way in slowest if way.is_sparse and slowest[best] > COARSER * slowest[way])
+    return next(method for method in slowest if method.is_sparse and slowest[best] > COARSER_GAIN * slowest[method])
 
 
 def _unless_hardly(best: Option, slowest: Mapping[Option, float], current: Option | None) -> Option:
     """The best option, unless the one in use is hardly slower."""
-    if current is not None and current in slowest and slowest[best] > HABIT * slowest[current]:
+    if current is not None and current in slowest and slowest[best] > SWITCH_GAIN * slowest[current]:
         return current
     return best
 

@@ -30,7 +30,7 @@ class Feedback:
         self._momentum, self._masking = momentum, masking
         self._residuals, self._velocities = ByName(), ByName()
         self._energy: dict[Layout, float] = {}  # sum of squares
-        self._settled: set[Layout] = set()  # a dense step paid everything back, and nothing was added since
+        self._paid: set[Layout] = set()  # a dense step paid everything back, and nothing was added since
         self._spares: dict[Layout, Tensor] = {}  # for `prepare`, what was the residual a step before; and for `joined`
         self._prepared: tuple[Layout, float] | None = None  # whose spare holds the next residual, and its energy
 
@@ -69,7 +69,7 @@ class Feedback:
         if not with_feedback:
             return self.joined(gradient).to(residual_dtype(gradient.dtype))
         layout = gradient.layout
-        self._settled.discard(layout)
+        self._paid.discard(layout)
         prepared, self._prepared = self._prepared, None
         if prepared is not None and prepared[0] == layout:
             residual, self._energy[layout] = self._spares[layout], prepared[1]
@@ -106,7 +106,7 @@ class Feedback:
         """Whether a gradient of this layout must be compensated."""
         if self._momentum > 0.0:
             return True
-        if layout in self._settled and self._residuals.is_at(layout):
+        if layout in self._paid and self._residuals.is_at(layout):
             return False
         return any(name in self._residuals for name, _ in layout)
 
@@ -132,7 +132,7 @@ class Feedback:
         try:
             yield
         finally:
-            self._settled.discard(layout)
+            self._paid.discard(layout)
             self._residuals.give_back(held[0])
             self._velocities.give_back(held[1])
             energy = sum(float(residual.double().square().sum()) for residual in held[0].values())
@@ -146,7 +146,7 @@ class Feedback:
 
     def undo(self) -> None:
         """Put everything back as it was when remembered."""
-        self._settled.clear()
+        self._paid.clear()
         for layout in self._residuals.remembered:
             self._energy.pop(layout, None)
         self._residuals.undo()
@@ -168,14 +168,14 @@ class Feedback:
     def load_state_dict(self, residuals: Mapping[str, Tensor], velocities: Mapping[str, Tensor] | None = None) -> None:
         """Replace everything; each name moves into its bucket when that is next reduced."""
         self._residuals, self._velocities, self._energy = ByName(residuals), ByName(velocities or {}), {}
-        self._settled.clear()
+        self._paid.clear()
 
     def _subtract(self, layout: Layout, sent: Vector | None) -> None:
         residual = self._residuals.flat(layout)
         if sent is None:
             residual.zero_()
             self._energy[layout] = 0.0
-            self._settled.add(layout)
+            self._paid.add(layout)
         elif isinstance(sent, SparseVector):
             self._energy[layout] += self._kernels.retain_(residual, sent)
             if self._masking:

@@ -17,17 +17,17 @@ class Grouping:
     def __init__(self) -> None:
         self._current: dict[str, Layout] = {}
         self._resumed: dict[str, Layout] = {}
-        self._settled: dict[Layout, list[Layout]] = {}  # bucket -> its groups, for buckets in use
+        self._groups: dict[Layout, list[Layout]] = {}  # bucket -> its groups, for buckets in use
 
     def split(self, layout: Layout) -> list[Layout]:
         """The groups that a bucket is to be reduced in: those of the resumed run if they make up the bucket exactly."""
-        if layout not in self._settled:
+        if layout not in self._groups:
             names = {name for name, _ in layout}
-            kept = {bucket: groups for bucket, groups in self._settled.items() if names.isdisjoint(dict(bucket))}
-            self._settled = {**kept, layout: self._settle(layout)}
-        return self._settled[layout]
+            kept = {bucket: groups for bucket, groups in self._groups.items() if names.isdisjoint(dict(bucket))}
+            self._groups = {**kept, layout: self._group(layout)}
+        return self._groups[layout]
 
-    def _settle(self, layout: Layout) -> list[Layout]:
+    def _group(self, layout: Layout) -> list[Layout]:
         old = dict.fromkeys(self._resumed[name] for name, _ in layout if name in self._resumed)
         groups = [group for group in self.resumed if group in old]
         if sorted(pair for group in groups for pair in group) != sorted(layout):
@@ -52,4 +52,4 @@ class Grouping:
         saved = [tuple((str(name), int(numel)) for name, numel in group) for group in groups]
         self._resumed = {name: group for group in saved for name, _ in group}
         self._current = dict(self._resumed)
-        self._settled = {}
+        self._groups = {}

@@ -18,7 +18,7 @@ from oktopk.kernels import Choice, Kernels, choose
 from oktopk.metrics import Clock, Sink, timed
 from oktopk.primitives.collectives import Tools
 from oktopk.reduction.agreement import Agreement, Terms, check_terms, refusal
-from oktopk.reduction.autotune import AUTO, DENSE, AutoConfig, ChosenWire, Tuner, Way
+from oktopk.reduction.autotune import AUTO, DENSE, AutoConfig, ChosenWire, Tuner, Method
 from oktopk.reduction.communication import Agreed
 from oktopk.reduction.feedback import Feedback
 from oktopk.reduction.gradient import Gradient, Layout
@@ -174,15 +174,15 @@ class Pipeline:
         """Whether this bucket goes sparse, over the wire format that the tuner chose for it; without one it does."""
         if self.tuner is None:
             return True
-        way = self.tuner.choose(layout)
+        method = self.tuner.choose(layout)
         assert isinstance(self._wire, ChosenWire)
-        self._wire.use(way.wire)
-        return way.is_sparse
+        self._wire.use(method.wire)
+        return method.is_sparse
 
     def _observe(self, plan: Plan, seconds: float) -> None:
         if self.tuner is not None and plan.gradient.numel >= self.settings.shared.min_numel:
-            way = Way(True, self.tools.wire.values) if plan.is_sparse else DENSE
-            self.tuner.observe(plan.gradient.layout, way, seconds)
+            method = Method(True, self.tools.wire.values) if plan.is_sparse else DENSE
+            self.tuner.observe(plan.gradient.layout, method, seconds)
 
     def _agree(self, plan: Plan) -> Agreement:
         """Compare notes; raises on every rank when ranks differ, or when one of them has a bad gradient."""
