@@ -27,7 +27,8 @@ StepRun = tuple[Header, list[StepResult]]
 
 def write_page(docs: Path, command: str) -> Path:
     """Write docs/benchmarks.md and its plots; parts without a run are left out."""
-    steps = {name: run for name in STEP_RUNS if (run := _steps(docs / "bench" / f"{name}.jsonl")) is not None}
+    paths = {name: docs / "bench" / f"{name}.jsonl" for name in STEP_RUNS}
+    steps = {name: read_steps(path) for name, path in paths.items() if path.is_file()}
     sections = [_intro(docs, command), *_missing(docs), *_must(docs, steps)]
     for name, run in steps.items():
         sections += _step_section(docs, name, *run)
@@ -220,10 +221,6 @@ def _figure(docs: Path, name: str, title: str, drawing: Drawing) -> str:
 def _errors(steps: Mapping[str, StepRun]) -> list[float]:
     shaped = [steps[name] for name in ("step-100mbit", "step-1gbit") if name in steps]
     return [abs(c.error) for run in shaped for c in compare(*run)]
-
-
-def _steps(path: Path) -> StepRun | None:
-    return read_steps(path) if path.is_file() else None
 
 
 def _allreduces(path: Path) -> list[AllreduceResult]:

@@ -15,7 +15,8 @@ def targets(
     steps: Mapping[str, Sequence[StepResult]], scaling: Sequence[AllreduceResult], plan_errors: Sequence[float]
 ) -> list[Measurement]:
     """What can be computed from the runs at hand; `steps` by network label."""
-    found = [one for network, results in steps.items() for one in _of_steps(network, _by_name(results))]
+    by_name = {network: {r.contender: r for r in results} for network, results in steps.items()}
+    found = [one for network, results in by_name.items() for one in _of_steps(network, results)]
     found += _of_scaling(scaling)
     if plan_errors:
         text = "plan against measured step times, worst error"
@@ -66,10 +67,6 @@ def _over_bound(result: StepResult) -> float:
     """The lower bound of any method is 2k(P-1)/P words of 32 bits; P is 4 on the page."""
     k = max(1, round(result.density * result.numel))
     return result.wire_bytes / (2 * k * 3 / 4 * 4)
-
-
-def _by_name(results: Sequence[StepResult]) -> dict[str, StepResult]:
-    return {result.contender: result for result in results}
 
 
 _OVERHEAD = {"1gbit": (8, 16), "100mbit": (30, 50)}

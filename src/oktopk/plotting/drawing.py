@@ -64,7 +64,7 @@ def write_svg(path: Path, title: str, drawing: Drawing) -> Path:
 
 
 def _standalone(title: str, drawing: Drawing) -> str:
-    rows = _rows(drawing.legend, drawing.width)
+    rows = [*_rows(drawing.legend, drawing.width)] if len(drawing.legend) > 1 else []
     top = PADDING + LINE * (1 + len(rows)) + (LINE if drawing.y_label else 0) + 4
     width, height = drawing.width + 2 * PADDING, drawing.height + top + PADDING
     head = [f'<text class="title" x="{PADDING}" y="{PADDING + 12}">{escape(title)}</text>']
@@ -81,12 +81,8 @@ def _standalone(title: str, drawing: Drawing) -> str:
     )
 
 
-def _rows(legend: Sequence[Legend], width: int) -> list[list[tuple[float, Legend]]]:
-    """Entries with their place from the left, in as many lines as they need; one entry alone needs no legend."""
-    return [*_wrapped(legend, width)] if len(legend) > 1 else []
-
-
-def _wrapped(legend: Sequence[Legend], width: int) -> Iterator[list[tuple[float, Legend]]]:
+def _rows(legend: Sequence[Legend], width: int) -> Iterator[list[tuple[float, Legend]]]:
+    """Entries with their place from the left, in as many lines as they need."""
     row: list[tuple[float, Legend]] = []
     at = 0.0
     for entry in legend:

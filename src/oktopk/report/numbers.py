@@ -64,7 +64,7 @@ def totals(run: Run) -> Totals:
     losses = [step.loss for step in run.steps if step.loss is not None]
     epoch_losses = [epoch.train_loss for epoch in run.epochs if epoch.train_loss is not None]
     name, best, best_epoch, last = _metric(run)
-    wall = _last([step.wall_seconds for step in run.steps] + [epoch.wall_seconds for epoch in run.epochs])
+    walls = [step.wall_seconds for step in run.steps] + [epoch.wall_seconds for epoch in run.epochs]
     return Totals(
         steps=len(run.steps),
         dense_steps=len(records) - len(sparse),
@@ -82,7 +82,7 @@ def totals(run: Run) -> Totals:
         dense_sent_per_step=_mean([record.dense_bytes for record in records]),
         sparsity=_mean([record.sparsity for record in sparse]),
         ratio=_mean([record.compression_ratio for record in sparse]),
-        wall=wall,
+        wall=max((wall for wall in walls if wall is not None), default=None),
         step_seconds=_mean([sum(loop_seconds(step).values()) for step in run.steps if step.seconds]),
         communication_seconds=_mean([sum(communication_seconds(step).values()) for step in run.steps if step.reduce]),
         hidden=hidden(run.steps),
@@ -235,7 +235,3 @@ def _metric(run: Run) -> tuple[str | None, float | None, int | None, float | Non
 
 def _mean(values: Sequence[float]) -> float | None:
     return fmean(values) if values else None
-
-
-def _last(values: Sequence[float | None]) -> float | None:
-    return max((value for value in values if value is not None), default=None)
