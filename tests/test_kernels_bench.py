@@ -57,7 +57,7 @@ def test_a_missed_target_is_shown_and_exits_with_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     missed = Measurement("selection_over_add", "local selection / add_", 5.0, 4.5, 2.5)
-    result = bench_kernels.KernelsResult(9, "cpu", "why", [missed], [], [], bench_kernels.WarmUp(2.0, 0.1))
+    result = bench_kernels.KernelsResult(9, [missed], "cpu", "why", [], [], bench_kernels.WarmUp(2.0, 0.1))
     monkeypatch.setattr(bench_kernels, "measure_kernels", lambda *_: result)
     assert BenchKernels()() == 1
     printed = capsys.readouterr().out

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oktopk.bench.host import describe_machine
-from oktopk.bench.measurement import Measurement
+from oktopk.bench.measurement import Measurement, Measurements
 from oktopk.bench.timing import race, threads
 from oktopk.errors import UnsupportedError
 from oktopk.kernels import Kernels, ReferenceKernels, choose
@@ -79,33 +78,24 @@ class WarmUp:
 
 
 @dataclass(frozen=True)
-class KernelsResult:
+class KernelsResult(Measurements):
     """Everything `oktopk bench kernels` shows."""
 
-    numel: int
     kernels: str
     reason: str
-    figures: list[Measurement]
     stages: list[StageRow]
     sizes: list[SizeRow]
     warm_up: WarmUp
 
-    @property
-    def ok(self) -> bool:
-        return all(figure.ok for figure in self.figures)
-
     def to_json(self) -> dict[str, Any]:
-        return {
-            "numel": self.numel,
+        return super().to_json() | {
             "kernels": self.kernels,
-            "figures": {figure.key: figure.to_json() for figure in self.figures},
             "stages": [asdict(row) for row in self.stages],
             "sizes": [
                 asdict(row) | {"nanoseconds_per_entry": row.nanoseconds_per_entry, "over_add": row.ratio}
                 for row in self.sizes
             ],
             "warm_up_seconds": asdict(self.warm_up),
-            "machine": describe_machine(),
         }
 
 
@@ -120,7 +110,7 @@ def measure_kernels(numel: int = NUMEL, repeats: int = 10, sizes: tuple[int, ...
         stages = bench.stages(repeats)
         del bench
         rows = [_Bench(choice.kernels, size).row(repeats if size <= NUMEL else 3) for size in sizes]
-    return KernelsResult(numel, choice.kernels.name, choice.reason, figures, stages, rows, measure_warm_up())
+    return KernelsResult(numel, figures, choice.kernels.name, choice.reason, stages, rows, measure_warm_up())
 
 
 def measure_warm_up() -> WarmUp:

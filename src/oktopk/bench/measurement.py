@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from oktopk.bench.host import describe_machine
+
 
 @dataclass(frozen=True)
 class Measurement:
@@ -40,3 +42,19 @@ class Measurement:
 
     def _reaches(self, target: float | None) -> bool:
         return target is None or (self.measured >= target if self.higher else self.measured <= target)
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """What a benchmark within one process found."""
+
+    numel: int
+    figures: list[Measurement]
+
+    @property
+    def ok(self) -> bool:
+        return all(figure.ok for figure in self.figures)
+
+    def to_json(self) -> dict[str, Any]:
+        figures = {figure.key: figure.to_json() for figure in self.figures}
+        return {"numel": self.numel, "figures": figures, "machine": describe_machine()}

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from oktopk.bench.host import describe_machine
-from oktopk.bench.measurement import Measurement
+from oktopk.bench.measurement import Measurement, Measurements
 from oktopk.bench.timing import race, threads
 from oktopk.config import WIRES
 from oktopk.types import SparseVector
@@ -56,27 +55,18 @@ class ErrorRow:
 
 
 @dataclass(frozen=True)
-class WireResult:
+class WireResult(Measurements):
     """Everything `oktopk bench wire` shows."""
 
-    numel: int
-    figures: list[Measurement]
     rows: list[WireRow]
     indices: list[IndexRow]
     errors: list[ErrorRow]
 
-    @property
-    def ok(self) -> bool:
-        return all(figure.ok for figure in self.figures)
-
     def to_json(self) -> dict[str, Any]:
-        return {
-            "numel": self.numel,
-            "figures": {figure.key: figure.to_json() for figure in self.figures},
+        return super().to_json() | {
             "wires": [asdict(row) for row in self.rows],
             "indices": [asdict(row) for row in self.indices],
             "errors": [asdict(row) for row in self.errors],
-            "machine": describe_machine(),
         }
 
 
