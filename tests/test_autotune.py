@@ -10,7 +10,7 @@ from torch import Tensor
 
 import oktopk
 from oktopk.errors import ConfigError
-from oktopk.reduction.autotune import BY_BUCKET, BY_STEP, DENSE, FUSINGS, AutoConfig, ChosenWire, Tuner, Method
+from oktopk.reduction.autotune import BY_BUCKET, BY_STEP, DENSE, FUSINGS, AutoConfig, ChosenWire, Method, Tuner
 from oktopk.transport import ThreadWorld
 from oktopk.transport.threads import ThreadTransport, run_world
 from oktopk.types import SparseVector

@@ -18,7 +18,7 @@ from oktopk.kernels import Choice, Kernels, choose
 from oktopk.metrics import Clock, Sink, timed
 from oktopk.primitives.collectives import Tools
 from oktopk.reduction.agreement import Agreement, Terms, check_terms, refusal
-from oktopk.reduction.autotune import AUTO, DENSE, AutoConfig, ChosenWire, Tuner, Method
+from oktopk.reduction.autotune import AUTO, DENSE, AutoConfig, ChosenWire, Method, Tuner
 from oktopk.reduction.communication import Agreed
 from oktopk.reduction.feedback import Feedback
 from oktopk.reduction.gradient import Gradient, Layout
