@@ -15,6 +15,7 @@ import oktopk
 from oktopk.algorithms import ALGORITHMS
 from oktopk.config import WIRES
 from oktopk.errors import ConfigError, MismatchError, NonFiniteError, OkTopkError, UnsupportedError
+from oktopk.front_ends.advice import advise_at_first_step
 from oktopk.transport import ThreadTransport, run_world
 
 RATE = 0.1
@@ -393,3 +394,50 @@ def test_the_shared_weights_are_saved_once(tmp_path: Any) -> None:
     run_world(2, lambda t: _trained(t, tmp_path, 4, 4, False))
     sizes = sorted(path.stat().st_size for path in tmp_path.glob("rank-*"))
     assert sizes[1] - sizes[0] > 0.8 * 4 * 1527
+
+
+@pytest.mark.parametrize(("algorithm", "said"), [("oktopk", 1), ("dense", 0)])
+def test_sparse_gradients_under_adam_are_advised_against_once(
+    algorithm: str, said: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = model_of()
+    with oktopk.DistributedOptimizer(_adam(model), model, algorithm):
+        pass
+    with oktopk.DistributedOptimizer(sgd(model), model, algorithm):
+        pass
+    assert caplog.text.count("oktopk.local_steps") == said
+
+
+def test_the_advice_waits_for_the_optimizer_that_steps_the_model(caplog: pytest.LogCaptureFixture) -> None:
+    model, other = model_of(), model_of(1)
+    advise_at_first_step(model.parameters())
+    push(other, _adam(other), 0, 0)
+    assert not caplog.text
+    optimizer = _adam(model)
+    for step in range(3):
+        push(model, optimizer, 0, step)
+    assert caplog.text.count("oktopk.local_steps") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_short_weights_do_not_drift_over_ten_thousand_steps(dtype: torch.dtype) -> None:
+    """Shared weights are what the exact sum of all changes makes them, however often own weights were rounded."""
+
+    def work(transport: ThreadTransport) -> tuple[Tensor, Tensor, Tensor]:
+        model = model_of(0, dtype)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        options: Any = {"density": 0.05, "min_numel": 0, "group": transport}
+        with oktopk.local_steps(model, optimizer, **options) as handle:
+            start, own = weights_of(model).double(), _OwnChanges(handle, optimizer, model)
+            for step in range(10_000):
+                push(model, optimizer, transport.rank, step)
+            moved = own.total
+            handle.finish()
+            return start, handle._updates.shared(handle._vectors[0].own().layout).double(), moved
+
+    world = run_world(2, work)
+    expected = world[0][0] - (world[0][2] + world[1][2]) / 2
+    # float32 shared weights of a size of 1, moved about 500 times each: errors of 6e-8 add up like a random walk.
+    torch.testing.assert_close(world[0][1], expected, rtol=0, atol=2e-5)

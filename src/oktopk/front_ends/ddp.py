@@ -18,6 +18,7 @@ from typing_extensions import Unpack
 
 from oktopk.config import Density
 from oktopk.errors import ConfigError, OkTopkError, UnsupportedError
+from oktopk.front_ends.advice import advise_at_first_step, is_worth_advice
 from oktopk.front_ends.attached import AttachedReducer
 from oktopk.front_ends.bucket_reduction import BucketReduction, UsedParameters
 from oktopk.front_ends.clipping import NormClip, require_limit
@@ -64,6 +65,8 @@ def register(
     reducer, ddp = state.reducer, _unwrap(module)
     if ddp is not None:
         _install(ddp, state)
+        if reducer.world_size > 1 and is_worth_advice(algorithm, reducer.config, reducer.rank):
+            advise_at_first_step(ddp.parameters())
     return reducer
 
 

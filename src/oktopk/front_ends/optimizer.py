@@ -14,6 +14,7 @@ from typing_extensions import Unpack
 
 from oktopk.config import Density
 from oktopk.errors import ConfigError, OkTopkError, UnsupportedError
+from oktopk.front_ends.advice import advise, is_worth_advice
 from oktopk.front_ends.attached import AttachedReducer
 from oktopk.front_ends.broadcast import broadcast_
 from oktopk.front_ends.clipping import NormClip, require_limit, scale_of
@@ -78,6 +79,8 @@ class DistributedOptimizer(Optimizer):
             options.setdefault("on_nonfinite", "skip")
         self.inner = optimizer
         self.reducer = AttachedReducer(algorithm, density, warmup_steps=warmup_steps, **options)
+        if not warmup_steps and is_worth_advice(algorithm, self.reducer.config, self.reducer.rank):
+            advise(optimizer)
         self.reducer.communicate(lambda transport: broadcast_([*(p for _, p in named), *buffers], transport))
         trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
         if keep_memory and any(parameter.device.type == "cpu" for _, parameter in trained):
