@@ -2,38 +2,57 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from types import SimpleNamespace
+from contextlib import ExitStack
+from datetime import timedelta
+from time import monotonic
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 from oktopk.errors import CommunicationError, MismatchError, OkTopkError, PeerError
 from oktopk.reduction.communication import Agreed, CommunicationThread
-from oktopk.transport import ThreadTransport, ThreadWorld
+from oktopk.transport import ThreadTransport, ThreadWorld, witness
+from oktopk.transport.addresses import Answer, call_all, listen, watch_all
 from oktopk.transport.base import Fault
-from oktopk.transport.witness import LATE, VANISHED, Witness, _own_address
+from oktopk.transport.witness import HOLDS_SILENT_STORE, LATE, SILENT, VANISHED, Witness
+from worlds import frozen_store
 
-GROUP: Any = SimpleNamespace(group_name="1")
+PROMISE = 5.0  # seconds from the failure of a collective to the error, as docs/resuming-and-faults.md says
+
+
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in (("CALL", 0.3), ("STORE", 2.0), ("REPORT", 0.6), ("LINGER", 2.0)):
+        monkeypatch.setattr(witness, f"{name}_SECONDS", seconds)
+
+
+def open_witnesses(world_size: int, stores: list[TCPStore] | None = None) -> list[Witness]:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    stores = stores or [store.clone() for _ in range(world_size)]
+
+    def open_one(rank: int) -> Witness:
+        return Witness(stores[rank], range(world_size), rank, timedelta(seconds=60), store_holder=0)
+
+    with ThreadPoolExecutor(world_size) as pool:
+        made = list(pool.map(open_one, range(world_size)))
+    made[0].server = store  # type: ignore[attr-defined] # it ends with its last reference
+    return made
 
 
 @pytest.fixture
-def witnesses(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Witness]]:
-    store = PrefixStore("default", TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
-    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
-    monkeypatch.setattr("oktopk.transport.witness.REACH_SECONDS", 0.3)
-    monkeypatch.setattr("oktopk.transport.witness.STORE_SECONDS", 0.5)
-    with ThreadPoolExecutor(3) as pool:
-        made = list(pool.map(lambda rank: Witness(GROUP, rank, 3), range(3)))
+def witnesses() -> Iterator[list[Witness]]:
+    made = open_witnesses(3)
     yield made
-    for witness in made:
-        witness.close()
+    for each in made:
+        each.close()
 
 
 def test_the_first_note_is_what_everyone_reads(witnesses: list[Witness]) -> None:
@@ -74,7 +93,6 @@ def test_when_all_live_and_all_report_nobody_is_to_blame(witnesses: list[Witness
 
 def test_the_rank_that_holds_the_store_waits_until_the_others_have_left(witnesses: list[Witness]) -> None:
     fault = Fault(1, VANISHED, 5, "exchange")
-    witnesses[0]._holds_store = True
     with ThreadPoolExecutor(1) as pool:
         lingering = pool.submit(witnesses[0].linger, fault)
         assert not wait([lingering], timeout=0.3).done
@@ -87,25 +105,120 @@ def test_a_lost_store_is_survived(witnesses: list[Witness], monkeypatch: pytest.
         def __getattr__(self, name: str) -> Any:
             raise RuntimeError("connection reset")
 
-    monkeypatch.setattr(witnesses[0], "_store", Lost())
+    monkeypatch.setattr(witnesses[0], "store", Lost())
     assert witnesses[0].find() is None and witnesses[0].find_late() is None
     witnesses[0].note(Fault(0, "x"))
     witnesses[2].close()
     assert witnesses[0].find() == Fault(2, VANISHED)
-    monkeypatch.setattr(witnesses[0], "_is_store_lost", False)
-    witnesses[0].note(Fault(0, "x"))
-    assert witnesses[0]._is_store_lost
 
 
-def test_a_world_of_one_blames_nobody() -> None:
-    alone = Witness(GROUP, 0, 1)
-    alone.note(Fault(0, "x"))
-    assert alone.find() is None and alone.find_late() is None
-    alone.close()
+def test_a_store_that_never_answers_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process is stopped: torch's own calls would wait for ever. The rank that holds it is to blame."""
+    monkeypatch.setattr(witness, "STORE_SECONDS", 0.5)
+    with frozen_store(clients=3) as (stores, freeze):
+        ranks = open_witnesses(3, stores)
+        freeze()
+        started = monotonic()
+        assert ranks[1].find() is None
+        assert ranks[1].find_late() == Fault(0, HOLDS_SILENT_STORE)
+        ranks[1].note(Fault(0, HOLDS_SILENT_STORE))
+        ranks[1].linger(Fault(0, HOLDS_SILENT_STORE))
+        assert monotonic() - started < PROMISE
+    for rank in ranks:
+        rank.close()
 
 
-def test_without_a_network_store_the_host_name_is_the_address(tmp_path: Any) -> None:
-    assert _own_address(FileStore(str(tmp_path / "store"), 1)).count(".") == 3
+def silent_port(ports: ExitStack) -> tuple[str, int]:
+    """A port whose queue is full: calls to it are neither accepted nor refused."""
+    listener = ports.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+    for _ in range(4):
+        call = ports.enter_context(socket.socket())
+        call.setblocking(False)
+        call.connect_ex(listener.getsockname())
+    return str(listener.getsockname()[0]), int(listener.getsockname()[1])
+
+
+def closed_port() -> tuple[str, int]:
+    with listen("127.0.0.1", 1) as listener:
+        address: tuple[str, int] = listener.getsockname()
+    return address
+
+
+def test_a_call_is_accepted_refused_or_not_answered() -> None:
+    with ExitStack() as ports:
+        alive = ports.enter_context(listen("127.0.0.1", 8)).getsockname()
+        six = ports.enter_context(listen("::1", 8)).getsockname()[:2] if _has_ipv6() else alive
+        addresses = {1: alive, 2: silent_port(ports), 3: closed_port(), 4: six}
+        expected = {1: Answer.ALIVE, 2: Answer.UNKNOWN, 3: Answer.DEAD, 4: Answer.ALIVE}
+        assert call_all(addresses, 0.3) == expected
+        assert watch_all(addresses, 5.0)[3] is Answer.DEAD
+
+
+def _has_ipv6() -> bool:
+    try:
+        listen("::1", 1).close()
+    except OSError:
+        return False
+    return True
+
+
+def test_without_a_file_descriptor_left_the_rest_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[socket.socket] = []
+
+    class Scarce(socket.socket):
+        def __init__(self, *args: Any) -> None:
+            if made:
+                raise OSError(errno.EMFILE, "too many open files")
+            super().__init__(*args)
+            made.append(self)
+
+    with listen("127.0.0.1", 8) as alive:
+        monkeypatch.setattr("socket.socket", Scarce)
+        answers = call_all(dict.fromkeys(range(3), alive.getsockname()), 0.3)
+    assert answers == {0: Answer.ALIVE, 1: Answer.UNKNOWN, 2: Answer.UNKNOWN}
+
+
+def test_a_timeout_is_no_death(witnesses: list[Witness]) -> None:
+    with ExitStack() as ports:
+        witnesses[0]._reachable[1] = silent_port(ports)
+        assert witnesses[0].find() is None, "unknown"
+        witnesses[2].find_late()
+        assert witnesses[0].find_late() == Fault(1, SILENT)
+
+
+def test_a_rank_that_could_never_be_reached_is_not_taken_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two hosts that call themselves 127.0.1.1 in a world without Gloo: a call to the other ends at home, refused."""
+    monkeypatch.setattr(witness, "call_all", lambda addresses, _: dict.fromkeys(addresses, Answer.DEAD))
+    ranks = open_witnesses(2)
+    ranks[1].close()
+    assert ranks[0].find() is None
+    assert ranks[0].find_late() == Fault(1, SILENT)
+    ranks[0].close()
+
+
+def test_sixty_four_ranks_are_asked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(witness, "LINGER_SECONDS", 0.3)
+    ranks = open_witnesses(64)
+    with ExitStack() as ports:
+        for rank in ranks:
+            ports.callback(rank.close)
+        for peer in range(10, 40):
+            ranks[0]._reachable[peer] = silent_port(ports)
+        started = monotonic()
+        assert ranks[0].find() is None
+        assert ranks[0].find_late() == Fault(10, SILENT)
+        ranks[0].linger(Fault(10, SILENT))
+        assert monotonic() - started < PROMISE, "one after the other, thirty silent ranks take 30 x 0.3 s"
+        ranks[50].close()
+        assert ranks[0].find() == Fault(50, VANISHED)
+
+
+def test_the_waits_after_a_failure_keep_the_promise(request: pytest.FixtureRequest) -> None:
+    request.getfixturevalue("monkeypatch").undo()
+    waits = witness.CALL_SECONDS + witness.REPORT_SECONDS + witness.LINGER_SECONDS
+    assert waits <= PROMISE - 0.5, "half a second to compute"
+    assert witness.REPORT_SECONDS > witness.CALL_SECONDS, "those who report have asked first"
+    assert witness.STORE_SECONDS + witness.CALL_SECONDS + witness.REPORT_SECONDS <= PROMISE - 0.5
 
 
 def test_a_fault_travels_as_json_and_reads_as_a_sentence() -> None:

@@ -9,12 +9,13 @@ import contextlib
 import multiprocessing
 import os
 import pickle
+import signal
 import socket
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.forkserver import ensure_running
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import Any
 import pytest
 
 TESTS = Path(__file__).parent
+Before = Callable[[], None]
 
 _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(["preload"])
@@ -41,12 +43,15 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def run_processes(world_size: int, work: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+def run_processes(
+    world_size: int, work: Callable[..., Any], *args: Any, timeout: float = 60.0, before: Before | None = None
+) -> list[Any]:
     """Run `work(*args)` in `world_size` real processes that share a Gloo world; results by rank.
 
-    `work` must be importable from a test module. The first failing rank's traceback becomes the error.
+    `work` must be importable from a test module. The first failing rank's traceback becomes the error. Each process
+    calls `before()` before it joins the world.
     """
-    outcomes = start(world_size, work, *args, timeout=timeout)
+    outcomes = start(world_size, work, *args, timeout=timeout, before=before)
     failed = [outcome for outcome in outcomes if not outcome.ok]
     if failed:
         raise AssertionError("\n".join(f"rank {o.rank} (exit {o.code}):\n{o.output[-4000:]}" for o in failed))
@@ -64,11 +69,13 @@ class Outcome:
         return self.code == 0 and bool(self.payload)
 
 
-def start(world_size: int, work: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Outcome]:
+def start(
+    world_size: int, work: Callable[..., Any], *args: Any, timeout: float = 60.0, before: Before | None = None
+) -> list[Outcome]:
     """As `run_processes`, but failures are returned, not raised. Every process is gone when this returns."""
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
-        call = pickle.dumps((work, args))
+        call = pickle.dumps((work, args, before))
         processes = [
             _server.Process(target=_rank, args=(_environment(rank, world_size, port), folder, timeout, call))
             for rank in range(world_size)
@@ -113,7 +120,9 @@ def _rank(environment: dict[str, str], folder: str, timeout: float, call: bytes)
     assert "preload" in sys.modules, "every rank would import torch by itself, which takes longer than most tests"
     import torch.distributed as dist
 
-    work, args = pickle.loads(call)
+    work, args, before = pickle.loads(call)
+    if before is not None:
+        before()
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
     try:
         result = work(*args)
@@ -123,7 +132,7 @@ def _rank(environment: dict[str, str], folder: str, timeout: float, call: bytes)
         sys.stderr.flush()
         os._exit(1)
     Path(folder, f"result{environment['RANK']}").write_bytes(pickle.dumps(result))
-    with contextlib.suppress(ValueError):  # the work may have left already
+    if dist.is_initialized():  # the work may have left already
         dist.destroy_process_group()
 
 
@@ -131,3 +140,30 @@ def _redirect_output(path: str) -> None:
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(file, stream)
+
+
+@contextlib.contextmanager
+def frozen_store(clients: int) -> Iterator[tuple[list[Any], Callable[[], None]]]:
+    """Connections to a TCPStore in a process of its own, and a function that stops this process (SIGSTOP)."""
+    from torch._C._distributed_c10d import TCPStore
+
+    here, there = _server.Pipe()
+    process = _server.Process(target=_serve_store, args=(there,))
+    _start_server()
+    process.start()
+    try:
+        assert process.pid is not None and here.poll(60)
+        port, pid = here.recv(), process.pid
+        stores = [TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False) for _ in range(clients)]
+        yield stores, lambda: os.kill(pid, signal.SIGSTOP)
+    finally:
+        process.kill()
+        process.join()
+
+
+def _serve_store(pipe: Any) -> None:
+    from torch._C._distributed_c10d import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipe.send(store.port)
+    signal.pause()

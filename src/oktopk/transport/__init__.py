@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from oktopk.errors import ConfigError
 from oktopk.transport.base import Transport
+from oktopk.transport.links import is_process_group
 from oktopk.transport.metered import MeteredTransport
 from oktopk.transport.threads import ThreadTransport, ThreadWorld, run_world
 from oktopk.transport.torch_dist import TorchTransport
@@ -33,7 +34,7 @@ def open_transport(group: Any = None, timeout: timedelta | float | None = None) 
         return cast(Transport, group)
     if timeout is not None and not isinstance(timeout, timedelta):
         timeout = timedelta(seconds=timeout)
-    if dist.is_available() and dist.is_initialized():
+    if is_process_group(group) or (dist.is_available() and dist.is_initialized()):
         return cast(Transport, TorchTransport(group, timeout))
     if group is not None:
         raise ConfigError(f"group must be a ProcessGroup, a Transport or None, got {group!r}.")

@@ -9,146 +9,127 @@ note is what all others report.
 from __future__ import annotations
 
 import json
-import selectors
-import socket
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
-from typing import Any
+from typing import TypeVar
 
-import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import Store
 
+from oktopk.transport.addresses import Address, Answer, call_all, listen, own_host, watch_all
 from oktopk.transport.base import Fault
+from oktopk.transport.bounded import in_time
+from oktopk.transport.links import DUTY
+from oktopk.transport.rendezvous import Rendezvous
 
-REACH_SECONDS = 1.0  # to connect to a living rank, or to learn that a connection was to a dying one
-STORE_SECONDS = 2.0
-LINGER_SECONDS = 3.0
+# All waits after a failed collective together stay below the 5 seconds of docs/resuming-and-faults.md.
+CALL_SECONDS = 1.0  # for all peers together to answer, and for a dying one to be cut off
+STORE_SECONDS = 1.0  # for the store to answer; after that it counts as lost
+REPORT_SECONDS = 2.0  # for the others to find out too: more than one round of calls
+LINGER_SECONDS = 1.5  # for the others to read the store of a rank that leaves
+
 VANISHED = "it vanished (killed, out of memory, its machine gone) or closed its reducer early"
 LATE = "it did not take part in time: it is stuck, or much slower than the others"
+SILENT = "it does not answer: its machine or its network is gone, or it is stuck"
+HOLDS_SILENT_STORE = "the store of the process group, which it or its launcher holds, does not answer: it is stuck"
+
+T = TypeVar("T")
 
 
 class Witness:
-    """One rank's view of who is alive."""
+    """One rank's view of who is alive. Opening it waits until every rank has opened its own."""
 
-    def __init__(self, group: dist.ProcessGroup, rank: int, world_size: int, holds_store: bool = False) -> None:
-        self._rank, self._world_size, self._holds_store = rank, world_size, holds_store
-        self._listener: socket.socket | None = None
-        self._is_store_lost = False  # with the rank that held it
-        if world_size == 1:
-            return
-        store: Any = dist.distributed_c10d._get_default_store()
-        own_address = _own_address(store)
-        # A connection of its own: another thread may be waiting on the shared one.
-        self._store = PrefixStore(f"oktopk/{group.group_name}", store.clone() if hasattr(store, "clone") else store)
-        self._listener = socket.create_server((own_address, 0), backlog=world_size + 8)
-        self._store.set(f"address/{rank}", json.dumps([own_address, self._listener.getsockname()[1]]))
-        self._addresses: list[tuple[str, int]] = [
-            json.loads(self._store.get(f"address/{peer}")) for peer in range(world_size)
-        ]
-        if hasattr(store, "clone"):
-            self._store.set_timeout(timedelta(seconds=STORE_SECONDS))
+    def __init__(
+        self, store: Store, ranks: Sequence[int], rank: int, timeout: timedelta, store_holder: int | None = None
+    ) -> None:
+        """`ranks` of the world share `store`, which is in the process of the `store_holder`-th of them."""
+        self._rank, self._world_size, self._store_holder = rank, len(ranks), store_holder
+        self._is_store_lost = False  # with the process that held it
+        rendezvous = Rendezvous(store, ranks, rank)
+        self.store = rendezvous.store
+        host = own_host()
+        # Nobody takes calls off the queue: there is room for each peer's call of today and its last one.
+        self._listener = listen(host, backlog=2 * len(ranks) + 8)
+        try:
+            words = rendezvous.meet(json.dumps([host, self._listener.getsockname()[1]]), timeout, DUTY)
+        except BaseException:
+            self.close()
+            raise
+        addresses: dict[int, Address] = {
+            peer: (host, port) for peer, (host, port) in enumerate(map(json.loads, words)) if peer != rank
+        }
+        # A refusal speaks of death only where calls got through before: 127.0.1.1 of another host is nobody here.
+        answers = call_all(addresses, CALL_SECONDS)
+        self._reachable = {peer: addresses[peer] for peer in addresses if answers[peer] is Answer.ALIVE}
+        self._answers: dict[int, Answer] = {}  # to the last calls
 
     def close(self) -> None:
-        if self._listener is not None:
-            self._listener.close()
+        self._listener.close()
 
     def note(self, fault: Fault) -> None:
         """Let peers read it, unless another note was first."""
-        if self._world_size > 1 and not self._is_store_lost:
-            try:
-                self._store.compare_set("fault", "", json.dumps(asdict(fault)))
-            except RuntimeError:
-                self._is_store_lost = True  # peers find that out as we did
+        self._ask_store(lambda: self.store.compare_set("fault", "", json.dumps(asdict(fault))))
 
     def linger(self, fault: Fault) -> None:
         """After leaving: the rank that holds the store waits until the others have read the note in it."""
-        if self._world_size == 1 or self._is_store_lost:
-            return
         others = [f"left/{peer}" for peer in range(self._world_size) if peer not in (self._rank, fault.rank)]
-        try:
-            self._store.set(f"left/{self._rank}", "")
-            if self._holds_store and others:
-                self._store.wait(others, timedelta(seconds=LINGER_SECONDS))
-        except RuntimeError:
-            return  # it has waited long enough, or the store is gone
+        self._ask_store(lambda: self.store.set(f"left/{self._rank}", ""))
+        if self._store_holder == self._rank and others:
+            self._wait_for(others, LINGER_SECONDS)
 
     def find(self) -> Fault | None:
         """Who failed, by its own note or another's, or who is dead."""
-        if self._world_size == 1:
-            return None
         noted = self._read()
         if noted is not None:
             return noted
-        dead = self._find_dead()
+        self._answers = watch_all(self._reachable, CALL_SECONDS)
+        dead = self._peers_that(Answer.DEAD)
         if dead:
             # One of them may have left because it saw the other die; then it has said so before.
             return self._read() or Fault(dead[0], VANISHED)
         return None
 
     def find_late(self) -> Fault | None:
-        """When everyone is alive, someone did not come: whoever does not report a failed collective too."""
-        if self._world_size == 1:
-            return None
+        """After `find` found nobody: whoever does not report a failed collective as we do."""
         keys = [f"waiting/{peer}" for peer in range(self._world_size)]
-        try:
-            self._store.set(keys[self._rank], "")
-            self._store.wait(keys, timedelta(seconds=STORE_SECONDS))
-        except RuntimeError:
-            late = self._absent(keys)
-            return self._read() or (Fault(late[0], LATE) if late else None)
-        return self._read()
+        self._ask_store(lambda: self.store.set(keys[self._rank], ""))
+        self._wait_for(keys, REPORT_SECONDS)
+        noted = self._read()
+        late = self._ask_store(lambda: [peer for peer, key in enumerate(keys) if not self.store.check([key])])
+        if late is None:
+            return self._suspect_without_store()
+        if noted is not None or not late:
+            return noted
+        alive = self._peers_that(Answer.ALIVE)
+        silent = [peer for peer in late if peer not in alive]
+        return Fault(silent[0], SILENT) if silent else Fault(late[0], LATE)
+
+    def _suspect_without_store(self) -> Fault | None:
+        silent = self._peers_that(Answer.UNKNOWN)
+        if silent:
+            return Fault(silent[0], SILENT)
+        holder = self._store_holder
+        return Fault(holder, HOLDS_SILENT_STORE) if holder is not None and holder != self._rank else None
+
+    def _peers_that(self, answer: Answer) -> list[int]:
+        return sorted(peer for peer, given in self._answers.items() if given is answer)
 
     def _read(self) -> Fault | None:
-        if self._is_store_lost:
-            return None
+        text = self._ask_store(lambda: self.store.get("fault") if self.store.check(["fault"]) else None)
+        return Fault(**json.loads(text)) if text else None
+
+    def _wait_for(self, keys: Sequence[str], seconds: float) -> None:
+        """Until all are there, or `seconds` have passed."""
+        limit = timedelta(seconds=seconds)
+        with suppress(RuntimeError):
+            if not self._is_store_lost:
+                in_time(seconds + STORE_SECONDS, self.store.wait, list(keys), limit)
+
+    def _ask_store(self, question: Callable[[], T]) -> T | None:
+        """Its answer; None when it is lost, with the process that held it, or from now on."""
         try:
-            return Fault(**json.loads(self._store.get("fault"))) if self._store.check(["fault"]) else None
+            return None if self._is_store_lost else in_time(STORE_SECONDS, question)
         except RuntimeError:
             self._is_store_lost = True
             return None
-
-    def _find_dead(self) -> list[int]:
-        """Ranks whose port is closed, or closes while we look."""
-        peers = [peer for peer in range(self._world_size) if peer != self._rank]
-        calls = {peer: _call(self._addresses[peer]) for peer in peers}
-        try:
-            refused = [peer for peer, call in calls.items() if call is None]
-            return refused or _closing({peer: call for peer, call in calls.items() if call is not None})
-        finally:
-            for call in calls.values():
-                if call is not None:
-                    call.close()
-
-    def _absent(self, keys: Iterable[str]) -> list[int]:
-        try:
-            return [peer for peer, key in enumerate(keys) if not self._store.check([key])]
-        except RuntimeError:
-            return []
-
-
-def _own_address(store: Store) -> str:
-    """The address of this host on the network that leads to the store."""
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    if not isinstance(store, TCPStore):
-        return socket.gethostbyname(socket.gethostname())
-    family, kind, protocol, _, target = socket.getaddrinfo(store.host, store.port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(target)  # sends nothing: a datagram socket only looks up the route
-        return str(probe.getsockname()[0])
-
-
-def _call(address: tuple[str, int]) -> socket.socket | None:
-    try:
-        return socket.create_connection((address[0], address[1]), timeout=REACH_SECONDS)
-    except OSError:
-        return None
-
-
-def _closing(calls: dict[int, socket.socket]) -> list[int]:
-    """Which of these connections end soon: the kernel may have accepted one for a process that was just dying."""
-    with selectors.DefaultSelector() as selector:
-        for peer, call in calls.items():
-            selector.register(call, selectors.EVENT_READ, peer)
-        return sorted(key.data for key, _ in selector.select(REACH_SECONDS))

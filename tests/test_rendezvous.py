@@ -1,0 +1,122 @@
+"""Ranks meet before they connect: whoever does not come is named, in time, by those who did."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from time import monotonic
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+import oktopk
+from oktopk.errors import CommunicationError, PeerError
+from oktopk.transport import rendezvous
+from oktopk.transport.bounded import in_time
+from oktopk.transport.links import DUTY
+from oktopk.transport.rendezvous import Rendezvous
+from worlds import frozen_store, run_processes
+
+LONG, SHORT = timedelta(seconds=60), timedelta(seconds=0.3)
+
+
+@pytest.fixture
+def store() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def meet(store: Any, ranks: Sequence[int], rank: int, word: str, timeout: timedelta = LONG) -> list[str]:
+    return Rendezvous(store.clone(), ranks, rank).meet(word, timeout, DUTY)
+
+
+def test_everyone_gets_everyones_word(store: TCPStore) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        assert (
+            list(pool.map(lambda rank: meet(store, [0, 1, 2], rank, f"word {rank}"), range(3)))
+            == [["word 0", "word 1", "word 2"]] * 3
+        )
+
+
+def test_those_who_did_not_come_are_named_with_what_they_should_have_done(store: TCPStore) -> None:
+    with pytest.raises(PeerError, match=r"rank 0 waited 0\.3 s for ranks 1, 2: every rank .* create its reducer"):
+        meet(store, [0, 1, 2], 0, "", SHORT)
+    with pytest.raises(PeerError, match=r"rank 1 \(rank 7 of the world\) waited 0\.3 s for rank 0 \(rank 5 of"):
+        meet(store, [5, 7], 1, "", SHORT)
+
+
+def test_who_comes_too_late_is_told_at_once_and_may_try_again_with_the_others(store: TCPStore) -> None:
+    with pytest.raises(PeerError, match="for rank 1"):
+        meet(store, [0, 1], 0, "too early", SHORT)
+    with pytest.raises(PeerError, match=r"rank 1 came too late: rank 0 gave up after 0\.3 s .*every rank"):
+        meet(store, [0, 1], 1, "too late")
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(lambda rank: meet(store, [0, 1], rank, str(rank)), range(2))) == [["0", "1"]] * 2
+
+
+def test_the_second_meeting_of_the_same_ranks_is_not_the_first(store: TCPStore) -> None:
+    def twice(rank: int) -> list[list[str]]:
+        return [meet(store, [0, 1], rank, f"{rank}, {time}") for time in ("first", "second")]
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(twice, range(2))) == [[["0, first", "1, first"], ["0, second", "1, second"]]] * 2
+
+
+def test_a_long_wait_is_explained_in_the_log(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rendezvous, "HINT_SECONDS", 0.1)
+    with caplog.at_level("WARNING", logger="oktopk"), pytest.raises(PeerError):
+        meet(store, [0, 1], 0, "", SHORT)
+    assert "rank 0 waits for rank 1, for 0.3 s at most: every rank" in caplog.text
+
+
+def test_a_wait_that_is_over_already_does_not_last_for_ever(store: TCPStore) -> None:
+    started = monotonic()
+    with pytest.raises(PeerError, match="for rank 1"):
+        meet(store, [0, 1], 0, "", timedelta(0))
+    assert monotonic() - started < 4.0
+
+
+def test_a_store_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_ANSWER_SECONDS", 0.5)
+    with frozen_store(clients=1) as ((client,), freeze):
+        meeting = Rendezvous(client, [0, 1], 0)
+        freeze()
+        with pytest.raises(CommunicationError, match="lost the store"):
+            meeting.meet("", SHORT, DUTY)
+
+
+def test_a_call_that_does_not_return_is_an_error_in_time() -> None:
+    from threading import Event
+
+    with pytest.raises(CommunicationError, match=r"no answer in 0\.1 s"):
+        in_time(0.1, Event().wait)
+    with pytest.raises(TimeoutError, match="its own"):
+        in_time(5.0, _raise, TimeoutError("its own"))
+    assert in_time(5.0, max, 3, 4) == 4
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def _forget() -> tuple[str, float]:
+    """Rank 1 trains without a reducer, the others wait for it."""
+    started = monotonic()
+    message = ""
+    if dist.get_rank() != 1:
+        with pytest.raises(PeerError) as caught:
+            oktopk.Reducer(timeout=timedelta(seconds=1))
+        message = str(caught.value)
+    dist.barrier()
+    return message, monotonic() - started
+
+
+def test_a_rank_that_forgot_to_register_is_named_by_the_others() -> None:
+    world = run_processes(3, _forget)
+    for rank in (0, 2):
+        assert f"rank {rank} waited 1 s for rank 1: every rank of the group must create" in world[rank][0]
+    assert world[1][0] == ""
