@@ -1,35 +1,17 @@
-"""Hugging Face Trainer: a callback that registers on the wrapped model when training begins.
+"""Hugging Face Trainer: a callback; its checkpoints hold what each rank still owes.
 
 torchrun --nproc-per-node 2 examples/trainer_example.py
+torchrun --nproc-per-node 2 examples/trainer_example.py 60     # to step 60 from the last checkpoint
 """
 
-from typing import Any
+import sys
 
 import torch
 from torch import nn
 from torch.utils.data import Dataset
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
-import oktopk
-
-
-class Compress(TrainerCallback):
-    """Reduces the trainer's gradients sparsely, and keeps residuals beside its checkpoints."""
-
-    def __init__(self, trainer: Trainer, **options: Any) -> None:
-        self.trainer, self.options = trainer, options
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.reducer = oktopk.register(self.trainer.model_wrapped, **self.options)
-
-    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        oktopk.save(self.reducer, f"{args.output_dir}/checkpoint-{state.global_step}/reducer")
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        record = self.reducer.last_step
-        if state.is_world_process_zero:
-            print(f"step {record.step + 1} {record.phase}: sent {record.bytes_sent} of {record.dense_bytes} bytes")
-        self.reducer.close()
+from oktopk.integrations import TransformersCallback
 
 
 class Sums(Dataset):
@@ -50,21 +32,26 @@ class Regression(nn.Module):
         return {"loss": nn.functional.mse_loss(self.layers(x), labels)}
 
 
-def main() -> None:
+def main(steps: int, resume: bool) -> None:
     args = TrainingArguments(
         "runs/trainer-example",
-        max_steps=30,
+        max_steps=steps,
         logging_steps=10,
         save_steps=30,
         learning_rate=0.01,
+        max_grad_norm=0.0,  # norm_clip below clips before gradients are sent
         use_cpu=not torch.cuda.is_available(),
         ddp_find_unused_parameters=False,
         report_to=[],
     )
     trainer = Trainer(Regression(), args, train_dataset=Sums())
-    trainer.add_callback(Compress(trainer, density=0.05, warmup_steps=5))
-    trainer.train()
+    callback = TransformersCallback(trainer, density=0.05, warmup_steps=5, norm_clip=10.0)
+    trainer.add_callback(callback)
+    trainer.train(resume_from_checkpoint=resume)
+    record = callback.reducer.last_step
+    if trainer.is_world_process_zero():
+        print(f"step {record.step + 1} {record.phase}: sent {record.bytes_sent} of {record.dense_bytes} bytes")
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]) if sys.argv[1:] else 30, resume=bool(sys.argv[1:]))

@@ -40,6 +40,23 @@ def test_the_ddp_example_resumes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "again", "step"),
+    [
+        ("accelerate_example", (), "step 96 "),
+        ("trainer_example", ("60",), "step 60 "),
+        ("lightning_example", ("4",), "step 64 "),
+    ],
+)
+def test_an_example_of_a_framework_resumes(name: str, again: tuple[str, ...], step: str, tmp_path: Path) -> None:
+    """The reducer counts its own steps: those of both runs, without a second warm-up."""
+    pytest.importorskip(NEEDS[name])
+    example = next(path for path in EXAMPLES if path.stem == name)
+    launch(example, 2, tmp_path)
+    assert step in launch(example, 2, tmp_path, *again).splitlines()[-1]
+
+
+@pytest.mark.slow
 def test_fsdp2_shards_and_replicates_on_four_processes(tmp_path: Path) -> None:
     example = next(path for path in EXAMPLES if path.stem == "fsdp2")
     assert "sparse" in launch(example, 4, tmp_path)

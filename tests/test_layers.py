@@ -18,19 +18,20 @@ ROWS = [
     ["algorithms"],
     ["reduction"],
     ["reducer", "checkpoint"],
-    ["front_ends", "workloads"],
+    ["front_ends", "integrations", "workloads"],
     ["training", "plotting"],
     ["report", "bench"],
     ["cli"],
 ]
 # Rooms of one row that lean on each other: metered transport counts into metrics' clock; coded messages are compiled
-# as kernels are; a checkpoint is of a reducer.
+# as kernels are; a checkpoint is of a reducer; integrations call a front end where a framework lets them.
 SIBLINGS = {
     ("config", "errors"),
     ("schedule", "config"),
     ("transport", "metrics"),
     ("wire", "kernels"),
     ("checkpoint", "reducer"),
+    ("integrations", "front_ends"),
 }
 ROW_OF = {room: row for row, rooms in enumerate(ROWS) for room in rooms}
 

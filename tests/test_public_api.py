@@ -58,8 +58,9 @@ def loaded(code: str, modules: str) -> list[str]:
 
 def test_importing_the_library_is_light() -> None:
     """Training, reports and their dependencies must not be paid by `import oktopk`."""
-    heavy = "rich tyro tensorboard transformers soundfile numba oktopk.cli oktopk.training oktopk.workloads"
-    assert loaded("import oktopk; oktopk.Reducer, oktopk.register", heavy) == []
+    heavy = "rich tyro tensorboard transformers lightning accelerate soundfile numba"
+    heavy += " oktopk.cli oktopk.training oktopk.workloads"
+    assert loaded("import oktopk, oktopk.integrations; oktopk.Reducer, oktopk.register", heavy) == []
 
 
 def test_the_list_of_commands_waits_for_nothing() -> None:

@@ -20,8 +20,9 @@ from torch.optim import Optimizer
 from oktopk.algorithms import ALGORITHMS
 from oktopk.config import WIRES
 from oktopk.errors import ConfigError, nearest
-from oktopk.front_ends.ddp import Fuse, register
+from oktopk.front_ends.ddp import register
 from oktopk.front_ends.optimizer import DistributedOptimizer
+from oktopk.front_ends.options import Fuse
 from oktopk.reducer import Reducer
 from oktopk.reduction.autotune import AUTO, AutoConfig, trials
 

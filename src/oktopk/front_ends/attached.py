@@ -10,17 +10,15 @@ from oktopk.reducer import Reducer
 class AttachedReducer(Reducer):
     """What a front end returns: closing it also takes its hooks off the model."""
 
-    _detach: Callable[[], None] | None = None
-
-    def on_close(self, detach: Callable[[], None]) -> None:
-        """Say how to leave the model."""
-        self._detach = detach
+    def on_close(self, detach: Callable[[], object]) -> None:
+        """Say what else closing must undo; the latest is undone first."""
+        vars(self).setdefault("_detach", []).append(detach)
 
     def close(self) -> None:
         """Finish what was submitted, leave the process group and the model. A second call does nothing."""
-        detach, self._detach = self._detach, None
+        detach: list[Callable[[], object]] = vars(self).pop("_detach", [])
         try:
             super().close()
         finally:
-            if detach is not None:
-                detach()
+            for undo in reversed(detach):
+                undo()

@@ -6,7 +6,7 @@ This module must not postpone its annotations: torch looks at the real ones of `
 import logging
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,13 +23,11 @@ from oktopk.front_ends.attached import AttachedReducer
 from oktopk.front_ends.bucket_reduction import BucketReduction, UsedParameters
 from oktopk.front_ends.clipping import NormClip, require_limit
 from oktopk.front_ends.fusing import ByBucket, ByStep, ByTrial, Fusing, Future
-from oktopk.front_ends.options import FrontEndOptions
+from oktopk.front_ends.options import FrontEndOptions, Fuse
 from oktopk.front_ends.parameters import Named, named_parameters, refuse_unsupported
 from oktopk.transport import ThreadWorld
 
 log = logging.getLogger("oktopk")
-
-Fuse = Literal["bucket", "step"]
 
 
 def register(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from oktopk.front_ends.attached import AttachedReducer
 from oktopk.front_ends.broadcast import broadcast_
 from oktopk.front_ends.clipping import NormClip, require_limit, scale_of
 from oktopk.front_ends.memory import keep_freed_memory
-from oktopk.front_ends.options import FrontEndOptions
+from oktopk.front_ends.options import FrontEndOptions, Fuse
 from oktopk.front_ends.parameter_buckets import ParameterBucket, in_buckets, in_one_bucket
 from oktopk.front_ends.parameters import Named, named_parameters, refuse_unsupported, sparse_gradient
 
@@ -54,7 +54,7 @@ class DistributedOptimizer(Optimizer):
         norm_clip: float | None = None,
         norm_clip_after: float | None = None,
         fold_learning_rate: bool = False,
-        fuse: Literal["bucket", "step"] = "bucket",
+        fuse: Fuse = "bucket",
         bucket_mb: float = 25.0,
         scaler: Any = None,
         keep_memory: bool = False,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
-from oktopk.config import Options
+from oktopk.config import Density, Options
 from oktopk.metrics import Sink
+
+Fuse = Literal["bucket", "step"]
 
 
 class _ReducerOptions(Options, total=False):
@@ -17,7 +19,7 @@ class _ReducerOptions(Options, total=False):
 class GroupOptions(_ReducerOptions, total=False):
     """Options of a reducer whose group is given."""
 
-    wire: str  # how values travel: float32, float16, bfloat16, int8, int4, codebook2
+    wire: str  # how values travel, one of `oktopk.config.WIRES`
 
 
 class FrontEndOptions(GroupOptions, total=False):
@@ -31,3 +33,13 @@ class LocalOptions(_ReducerOptions, total=False):
 
     group: Any  # as in FrontEndOptions
     warmup_steps: int  # dense synchronisations at the beginning, counted in optimizer steps
+
+
+class RegisterOptions(FrontEndOptions, total=False):
+    """Options of `register`, for those who pass them on."""
+
+    algorithm: str
+    density: Density
+    warmup_steps: int
+    fuse: Fuse | None
+    norm_clip: float | None
