@@ -19,12 +19,14 @@ from oktopk.bench.measurement import Measurement, Measurements
 from oktopk.bench.timing import race, threads
 from oktopk.errors import UnsupportedError
 from oktopk.kernels import Kernels, ReferenceKernels, choose
-from oktopk.types import SparseVector
+from oktopk.types import Difference, SparseVector
+from oktopk.wire import Wire
 
 NUMEL = 27_569_568  # the LSTM of the paper
 DENSITY = 0.01
 DENSITIES = (0.02, 0.01, 0.001)
 SIZES = (100_000, 1_000_000, 100_000_000)
+PIECES = 20  # parameters that the weights of the update benchmark lie in
 
 _FIRST_STEP = """
 import json, time
@@ -147,6 +149,20 @@ class _Bench:
 
         return work
 
+    def synchronize(self) -> Callable[[], None]:
+        """What a synchronisation of updates costs a rank: choose, code as int8, decode as much, move the weights."""
+        kernels, k, wire = self.kernels, self.k(DENSITY), Wire("int8")
+        own = tuple(part.clone() for part in self.start.split(max(1, self.start.numel() // PIECES)))
+        difference = Difference(self.residual, own)
+
+        def work() -> None:
+            kernels.scan(difference, k)
+            packed = wire.pack(kernels.select_topk(difference, k)[0])
+            arrived = wire.unpack(packed.message)
+            kernels.move_(difference, arrived.with_values(arrived.values / 2), arrived)
+
+        return work
+
     def topk(self, density: float) -> Callable[[], tuple[Tensor, Tensor]]:
         """What one writes without kernels; it does not even accumulate."""
 
@@ -158,11 +174,18 @@ class _Bench:
 
         return work
 
+    def _away(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Weights that have moved since the last time: shared ones are put back before each run, own ones are not."""
+        self.residual.add_(self.grad, alpha=0.01)
+        work()
+        return work
+
     def add(self) -> None:
         self.residual.add_(self.grad)
 
     def ratios(self, repeats: int) -> list[Measurement]:
         ours = self._race({"add": self.add, **{str(d): self.select(d) for d in DENSITIES}}, repeats)
+        moved = self._race({"add": self.add, "synchronize": self._away(self.synchronize())}, repeats)
         topk = self._race({str(d): self.topk(d) for d in DENSITIES}, 2)
         reference = self._race({"reference": self.select(kernels=ReferenceKernels())}, 1)["reference"]
         main = str(DENSITY)
@@ -175,6 +198,11 @@ class _Bench:
                 for d in topk
             ),
             Measurement("speedup_over_reference", f"reference / local selection at {main}", reference / ours[main]),
+            Measurement(
+                "synchronisation_over_add",
+                f"synchronisation of updates at {main}, int8 / add_",
+                moved["synchronize"] / moved["add"],
+            ),
             Measurement("add_seconds", "one add_, seconds", ours["add"]),
             Measurement("selection_seconds", f"local selection at {main}, seconds", ours[main]),
         ]
