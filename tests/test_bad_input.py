@@ -40,6 +40,8 @@ def test_unknown_names_suggest_the_nearest() -> None:
         {"warmup_steps": -1}, {"min_numel": -5}, {"on_nonfinite": "ignore"}, {"density": {3: 0.1}},
         {"threshold": "stale"}, {"reestimate_every": 0}, {"in_flight": 0}, {"cap": 1.0}, {"balance_factor": 0.5},
         {"algorithm": "topka", "threshold": "fresh"},
+        {"in_turn": 1.0}, {"in_turn": -0.1},
+        {"algorithm": "randomk", "order": "alphabet"}, {"algorithm": "randomk", "block": 0},
     ],
 )  # fmt: skip
 def test_options_that_make_no_sense_are_refused(options: dict[str, Any]) -> None:

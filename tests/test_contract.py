@@ -28,8 +28,11 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in ALGORITHMS),
     ("topka", {"global_cut": True}),
     ("gaussiank", {"split_and_reduce": True}),
+    ("randomk", {"order": "random", "block": 3, "seed": 5}),
     ("oktopk", {"threshold": "reused", "reestimate_every": 2, "repartition_every": 2}),
     ("oktopk", {"balance_factor": 1.0, "in_flight": 1}),
+    ("oktopk", {"in_turn": 0.3}),
+    ("oktopk", {"in_turn": 0.9, "threshold": "reused"}),
 ]
 
 

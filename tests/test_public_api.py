@@ -38,7 +38,7 @@ def test_public_callables_are_documented_and_typed() -> None:
 
 
 def test_algorithms_map_names_to_config_and_class() -> None:
-    assert list(oktopk.ALGORITHMS) == ["dense", "topka", "topkdsa", "gtopk", "gaussiank", "oktopk"]
+    assert list(oktopk.ALGORITHMS) == ["dense", "topka", "topkdsa", "gtopk", "gaussiank", "randomk", "oktopk"]
     for config, algorithm in oktopk.ALGORITHMS.values():
         assert inspect.isclass(config) and hasattr(algorithm, "reduce")
 

@@ -189,7 +189,7 @@ def test_phases_mean_the_same_for_all_algorithms() -> None:
     def work(transport: Any) -> dict[str, set[str]]:
         spent = {}
         for algorithm in SPARSE:
-            with Reducer(algorithm, 0.1, group=transport) as reducer:
+            with Reducer(algorithm, 0.1, group=transport, wire="bfloat16") as reducer:
                 reducer.reduce("w", gradient("normal", 20_000, transport.rank, 0))
                 spent[algorithm] = {phase for phase, s in reducer.last_step.seconds.items() if s > 0}
         return spent

@@ -49,6 +49,20 @@ class GaussianKConfig:
 
 
 @dataclass(frozen=True)
+class RandomKConfig:
+    """Coordinates drawn from a seed that all ranks share: nothing is selected, and no index travels."""
+
+    order: Literal["turn", "random"] = "turn"  # turn: each entry once in 1/density steps; random: some wait far longer
+    block: int = 16  # neighbours that are drawn together; larger = less work, coarser (16: a line of the cache)
+    seed: int = 0  # another seed draws others; the same on all ranks
+
+    def __post_init__(self) -> None:
+        if self.order not in ("turn", "random"):
+            raise ConfigError(f"order must be 'turn' or 'random', got {self.order!r}.")
+        require_positive("block", self.block)
+
+
+@dataclass(frozen=True)
 class OkTopkConfig:
     """Ok-Topk (Li and Hoefler, PPoPP'22)."""
 
@@ -63,6 +77,7 @@ class OkTopkConfig:
     cap: float = 1.5  # exact threshold at once when more than cap * k are chosen; 1.5 keeps 6k on every step
     balance_factor: float = 1.25  # even blocks out when the largest exceeds this multiple of the mean (paper: 4)
     in_flight: int = 4  # peers served at once; larger = fewer waits, more congestion at one receiver
+    in_turn: float = 0.0  # share of k that is no choice: each entry comes once in 1/(density * in_turn) steps at least
 
     def __post_init__(self) -> None:
         if self.threshold not in ("fresh", "reused"):
@@ -73,6 +88,11 @@ class OkTopkConfig:
             raise ConfigError(f"cap must be above 1, got {self.cap}: it is a multiple of k, e.g. 1.5.")
         if not self.balance_factor >= 1.0:
             raise ConfigError(f"balance_factor must be at least 1, got {self.balance_factor}.")
+        if not 0.0 <= self.in_turn < 1.0:
+            raise ConfigError(
+                f"in_turn must be in [0, 1), got {self.in_turn}: it is a share of k, e.g. 0.1; "
+                "for all of it in turn use algorithm='randomk'."
+            )
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,18 @@ from oktopk.algorithms.dense import Dense
 from oktopk.algorithms.gaussiank import GaussianK
 from oktopk.algorithms.gtopk import GTopk
 from oktopk.algorithms.oktopk import OkTopk
+from oktopk.algorithms.randomk import RandomK
 from oktopk.algorithms.topka import TopkA
 from oktopk.algorithms.topkdsa import TopkDSA
-from oktopk.config import DenseConfig, GaussianKConfig, GTopkConfig, OkTopkConfig, TopkAConfig, TopkDSAConfig
+from oktopk.config import (
+    DenseConfig,
+    GaussianKConfig,
+    GTopkConfig,
+    OkTopkConfig,
+    RandomKConfig,
+    TopkAConfig,
+    TopkDSAConfig,
+)
 
 ALGORITHMS: dict[str, tuple[type[Any], type[Any]]] = {
     "dense": (DenseConfig, Dense),
@@ -19,6 +28,7 @@ ALGORITHMS: dict[str, tuple[type[Any], type[Any]]] = {
     "topkdsa": (TopkDSAConfig, TopkDSA),
     "gtopk": (GTopkConfig, GTopk),
     "gaussiank": (GaussianKConfig, GaussianK),
+    "randomk": (RandomKConfig, RandomK),
     "oktopk": (OkTopkConfig, OkTopk),
 }
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
 from oktopk.types import Reduced, SparseVector
 
+# What an algorithm asks of the vector it reduces: only its k largest entries (`Tools.largest`), only some at indices of
+# its own (`kernels.pick`), or both: then the vector may be a `Difference`. Else it must be a tensor.
+Asks = Literal["largest", "some", "both", "everything"]
+
 
 class Algorithm(Protocol):
     """One paper, one class, one method. Made once per bucket, so that state it keeps belongs to that bucket."""
 
-    only_selects: bool  # asks nothing of `acc` but its largest entries (`Tools.largest`): it may be a `Difference`
+    asks: Asks
 
     def reduce(self, acc: Any, k: int) -> Reduced:
         """The mean over ranks of the flat, finite `acc`, of which each rank should send about k entries.
@@ -30,7 +34,7 @@ class Algorithm(Protocol):
 class Stateless:
     """For algorithms that remember nothing between steps."""
 
-    only_selects = False
+    asks: Asks = "everything"
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -41,9 +45,13 @@ class Stateless:
 
 def less(sent: SparseVector, *owed: SparseVector) -> SparseVector:
     """What was sent, minus what this rank took back: parts that it dropped, and rounding errors."""
-    parts = [part for part in owed if part.nnz]
-    indices = torch.cat([sent.indices, *(part.indices.to(sent.indices.dtype) for part in parts)])
-    return SparseVector(indices, torch.cat([sent.values, *(-part.values for part in parts)]), sent.numel)
+    return plus(sent, *(part.with_values(-part.values) for part in owed if part.nnz))
+
+
+def plus(sent: SparseVector, *more: SparseVector) -> SparseVector:
+    """All that was sent, one after the other."""
+    indices = torch.cat([sent.indices, *(part.indices.to(sent.indices.dtype) for part in more)])
+    return SparseVector(indices, torch.cat([sent.values, *(part.values for part in more)]), sent.numel)
 
 
 def mean_of(total: SparseVector, world_size: int) -> SparseVector:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from oktopk.algorithms.base import Stateless, less, mean_of
+from oktopk.algorithms.base import Asks, Stateless, less, mean_of
 from oktopk.config import GTopkConfig
 from oktopk.primitives.collectives import Tools
 from oktopk.types import Reduced, Source, SparseVector, Stats
@@ -15,7 +15,7 @@ class GTopk(Stateless):
     residual, and so does a node that rounds what it passes on.
     """
 
-    only_selects = True
+    asks: Asks = "largest"
 
     def __init__(self, config: GTopkConfig, tools: Tools) -> None:
         self._tools = tools

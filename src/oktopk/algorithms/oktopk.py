@@ -6,13 +6,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from oktopk.algorithms.base import less, mean_of
-from oktopk.config import OkTopkConfig
-from oktopk.primitives.collectives import Tools, gather_regions, split_and_reduce
+import torch
+from torch import Tensor
+
+from oktopk.algorithms.base import Asks, less, mean_of, plus
+from oktopk.config import OkTopkConfig, RandomKConfig
+from oktopk.primitives.collectives import Tools, gather_regions, reduce_at, split_and_reduce
+from oktopk.primitives.lottery import Lottery
 from oktopk.primitives.partition import Regions, balanced_regions, region_loads
-from oktopk.primitives.selection import ReusedThreshold, Winners, winners, winners_above
+from oktopk.primitives.selection import ReusedThreshold, Winners, winners, winners_above, without
 from oktopk.schedule import is_due
-from oktopk.types import Reduced, Source, SparseVector, Stats, to_dense
+from oktopk.types import Reduced, Source, SparseVector, Stats, index_dtype, to_dense
 
 
 class OkTopk:
@@ -26,14 +30,24 @@ class OkTopk:
         self._global = ReusedThreshold(
             config.reestimate_every, config.global_nudge_up, config.global_nudge_down, config.global_keep, config.cap
         )
+        self._lottery = Lottery(in_turn=True, block=RandomKConfig().block)
         self._octave = 127  # where the last global threshold was: 2**0 to begin with
         self._bounds: list[int] = []
         self._step = 0
 
     def reduce(self, acc: Source, k: int) -> Reduced:
+        turn = self._turn(acc, k)
+        reduced = self._reduce_largest(acc, k - turn.numel(), turn)
+        if turn.numel():
+            reduced = self._with_turn(reduced, acc, turn)
+        self._step += 1
+        return reduced
+
+    def _reduce_largest(self, acc: Source, k: int, turn: Tensor) -> Reduced:
         tools = self._tools
-        # 1. Choose locally.
+        # 1. Choose locally, but not what is sent in turn.
         chosen, threshold = self._choose(acc, k)
+        chosen = without(chosen, turn, tools.kernels)
         # 2. Agree on regions that hold equally many of the chosen coordinates.
         regions = self._regions(chosen)
         # 3. Send each coordinate to the rank that owns its region, and sum there.
@@ -44,14 +58,35 @@ class OkTopk:
         total, lost, sizes = gather_regions(won.kept, regions.bounds, tools, self._config.balance_factor, won.counts)
         # 6. An entry leaves this rank only if this rank chose it and it survived globally.
         sent = less(tools.kernels.common(chosen.with_values(values), total.indices), lost)
-        self._step += 1
         imbalance = max(sizes) * len(sizes) / max(1, sum(sizes))
         stats = Stats(chosen.nnz, total.nnz, threshold, won.threshold, imbalance)
         return Reduced(mean_of(total, tools.world_size), sent, stats)
 
     @property
-    def only_selects(self) -> bool:
-        return self._config.threshold == "fresh"
+    def asks(self) -> Asks:
+        if self._config.threshold == "reused":
+            return "everything"
+        return "both" if self._config.in_turn else "largest"
+
+    def _turn(self, acc: Source, k: int) -> Tensor:
+        """Coordinates that are sent whatever they are, the same on all ranks; none if all will be sent."""
+        share = min(max(1, round(self._config.in_turn * k)), k - 1) if k < acc.numel() else 0
+        if not self._config.in_turn or not share:
+            return torch.empty(0, dtype=index_dtype(acc.numel()), device=acc.device)
+        return self._lottery.draw(acc.numel(), share, self._step, acc.device)
+
+    def _with_turn(self, largest: Reduced, acc: Source, turn: Tensor) -> Reduced:
+        """Also send these, of which only values travel."""
+        assert isinstance(largest.mean, SparseVector) and isinstance(largest.sent, SparseVector)
+        mean, sent = reduce_at(acc, turn, self._tools)
+        local, survived = (
+            count + turn.numel() for count in (largest.stats.selected_local, largest.stats.selected_global)
+        )
+        return Reduced(
+            self._tools.kernels.sum_sparse([largest.mean, mean]),
+            plus(largest.sent, sent),
+            replace(largest.stats, selected_local=local, selected_global=survived),
+        )
 
     def _choose(self, acc: Source, k: int) -> tuple[SparseVector, float]:
         if self._config.threshold == "reused":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from oktopk.algorithms.base import Stateless, mean_of
+from oktopk.algorithms.base import Asks, Stateless, mean_of
 from oktopk.config import TopkAConfig
 from oktopk.primitives.collectives import Tools, gather_vectors
 from oktopk.types import Reduced, Source, Stats
@@ -11,7 +11,7 @@ from oktopk.types import Reduced, Source, Stats
 class TopkA(Stateless):
     """Volume 2k(P-1): grows with the number of ranks."""
 
-    only_selects = True
+    asks: Asks = "largest"
 
     def __init__(self, config: TopkAConfig, tools: Tools) -> None:
         self._config, self._tools = config, tools

@@ -5,7 +5,7 @@ The words are upper bounds: what is metered never exceeds them. Symbols: n entri
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, log2
 
 from oktopk.config import GaussianKConfig
@@ -117,6 +117,10 @@ def _gaussiank(s: _Shape) -> tuple[float, float, int, int]:
     return s.pair_words * chosen * (s.p - 1), s.message_overhead(s.p - 1), 2 * (s.p - 1), 2
 
 
+def _randomk(s: _Shape) -> tuple[float, float, int, int]:
+    return _dense(replace(s, n=s.k))
+
+
 def _oktopk(s: _Shape) -> tuple[float, float, int, int]:
     words = 3 * s.pair_words * min(s.k, s.n) * s.share
     agreements = (16 * 2 + 8 * (1 + 1024 // s.p + 4)) * (s.p - 1)
@@ -131,5 +135,6 @@ _MODELS = {
     "topkdsa": _topkdsa,
     "gtopk": _gtopk,
     "gaussiank": _gaussiank,
+    "randomk": _randomk,
     "oktopk": _oktopk,
 }

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from oktopk.bench.timing import threads
-from oktopk.config import WIRES, GaussianKConfig
+from oktopk.config import WIRES, GaussianKConfig, RandomKConfig
 from oktopk.kernels import choose
 from oktopk.kernels.base import Kernels
+from oktopk.primitives.lottery import Lottery
 from oktopk.types import SparseVector
 from oktopk.wire import Wire
 
@@ -96,6 +97,12 @@ def _per_entry(density: float, numel: int) -> dict[str, float]:
             kernels.count_above(residual, threshold)
         kernels.select_above(residual, threshold)
 
+    def drawn() -> None:
+        kernels.all_below(grad, inf)
+        kernels.accumulate_(residual, grad)
+        indices = Lottery(True, RandomKConfig().block).draw(numel, k, 0, residual.device)
+        _retain_fill(kernels, residual, kernels.pick(residual, indices), mean)
+
     def dense() -> None:
         kernels.all_below(grad, inf)
         mean.copy_(grad)
@@ -104,6 +111,7 @@ def _per_entry(density: float, numel: int) -> dict[str, float]:
     return {
         "dense": _best(dense) / numel,
         "gaussiank": _best(gaussian) / numel,
+        "randomk": _best(drawn) / numel,
         **dict.fromkeys(("topka", "topkdsa", "gtopk", "oktopk"), _best(exact) / numel),
     }
 
@@ -121,7 +129,10 @@ def _fused_per_entry(density: float, numel: int) -> float:
 
 
 def _select_retain_fill(kernels: Kernels, acc: Tensor, k: int, mean: Tensor) -> None:
-    chosen, _ = kernels.select_topk(acc, k)
+    _retain_fill(kernels, acc, kernels.select_topk(acc, k)[0], mean)
+
+
+def _retain_fill(kernels: Kernels, acc: Tensor, chosen: SparseVector, mean: Tensor) -> None:
     kernels.retain_(acc, chosen)
     kernels.fill_([mean], chosen)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from math import ceil, log2
 
 from oktopk.algorithms import ALGORITHMS
-from oktopk.bench.cost_model import predict
+from oktopk.bench.cost_model import VALUE_BYTES, predict
 from oktopk.bench.machine import Machine
 from oktopk.bench.network import Network, rate_label
 from oktopk.config import OkTopkConfig, require_density
@@ -105,7 +105,8 @@ def predict_all(scenario: Scenario, machine: Machine) -> list[Prediction]:
 
 def best_sparse(scenario: Scenario, machine: Machine) -> Prediction:
     """The fastest way to send the largest entries without rounding them much: others cost more than time."""
-    return next(p for p in predict_all(scenario, machine) if p.algorithm != "dense" and p.wire in ADVISED)
+    others = ("dense", "randomk")
+    return next(p for p in predict_all(scenario, machine) if p.algorithm not in others and p.wire in ADVISED)
 
 
 def expected_bytes(scenario: Scenario, machine: Machine, algorithm: str, wire: str) -> float:
@@ -121,6 +122,7 @@ def expected_bytes(scenario: Scenario, machine: Machine, algorithm: str, wire: s
         "topka": pair * k * (ranks - 1),
         "gaussiank": pair * k * (ranks - 1),
         "topkdsa": (pair * k + min(_pair_bytes(machine, union / numel, wire) * union, 4 * numel)) * share,
+        "randomk": 2 * VALUE_BYTES[wire] * k * share,
         "gtopk": pair * k * ceil(log2(ranks)),  # at the root, which all others wait for
         "oktopk": 2 * pair * k * share,
     }
@@ -177,6 +179,7 @@ def _work_seconds(scenario: Scenario, machine: Machine, algorithm: str, wire: st
         "topka": k * ranks,
         "gaussiank": k * ranks,
         "topkdsa": k + min(ranks * k, scenario.numel),
+        "randomk": 0.0 if wire == "float32" else k,
         "gtopk": k * 2 * ceil(log2(max(2, ranks))),
         "oktopk": 2 * k,  # packed once, unpacked twice, added once, and looked through for winners
     }[algorithm]

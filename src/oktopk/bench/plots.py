@@ -15,7 +15,15 @@ from oktopk.plotting.scales import say
 from oktopk.reduction.autotune import AUTO
 
 WIDE, SQUARE = Frame(560, 320), Frame(440, 420)
-COLORS = {"dense": "c7", "topka": "c1", "topkdsa": "c4", "gtopk": "c3", "gaussiank": "c5", "oktopk": "c2"}
+COLORS = {
+    "dense": "c7",
+    "topka": "c1",
+    "topkdsa": "c4",
+    "gtopk": "c3",
+    "gaussiank": "c5",
+    "randomk": "c6",
+    "oktopk": "c2",
+}
 OURS, OTHERS, FLOOR = "c2", "muted", "p0"
 
 

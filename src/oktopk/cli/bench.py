@@ -96,7 +96,7 @@ class BenchAllreduce:
     numels: tuple[int, ...] = (1_000_000,)  # gradient lengths
     densities: tuple[float, ...] = (0.001, 0.01)  # fractions sent
     world_sizes: tuple[int, ...] = (2, 4)  # ranks that take part
-    algorithms: tuple[str, ...] = ("dense", "topka", "topkdsa", "gtopk", "gaussiank", "oktopk")
+    algorithms: tuple[str, ...] = ("dense", "topka", "topkdsa", "gtopk", "gaussiank", "randomk", "oktopk")
     wires: tuple[str, ...] = ("float32", "bfloat16")  # value formats
     repeats: int = 5  # reductions per combination
     json: Path | None = None  # file for the results, as JSON lines
@@ -173,7 +173,7 @@ class BenchOverlap:
     network: str = "100mbit"  # rate of each host's link
     numel: int = 4_000_000  # parameters of the stand-in model
     batch: int = 128  # samples per rank; more = a longer backward to hide behind
-    algorithm: str = "oktopk"  # dense, topka, topkdsa, gtopk, gaussiank or oktopk
+    algorithm: str = "oktopk"  # dense, topka, topkdsa, gtopk, gaussiank, randomk or oktopk
     density: float = 0.01  # fraction of the gradient sent
     wire: str = "float32"  # value format
     bucket_cap_mb: float = 2.0  # DDP's bucket size; smaller = more buckets, earlier starts, more rounds

@@ -213,7 +213,7 @@ class LocalSteps:
             own = vector.own()
             request = Request(step=self.step, terms=terms, dense=dense or vector.dense)
             if self._updates.deferred:
-                only_some = pipeline.only_selects and not request.dense
+                only_some = pipeline.asks == "largest" and not request.dense
                 self._updates.choose(own, pipeline.k_at(self.step, own.numel) if only_some else 0)
             self._under_way.append(self.reducer._submit(own, request))
         if not self._updates.deferred:

@@ -56,6 +56,10 @@ class Kernels(Protocol):
         """How many non-zero entries have |x| >= threshold."""
         ...
 
+    def pick(self, x: Source, indices: Tensor) -> SparseVector:
+        """The entries of x at these indices, which ascend, zeros included."""
+        ...
+
     def magnitude_histogram(self, values: Tensor, shift: int, first: int, bins: int) -> Tensor:
         """int64 [bins]: how many |values|, as float32 bit patterns shifted right by `shift`, fall on first + i.
 

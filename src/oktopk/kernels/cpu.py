@@ -107,6 +107,19 @@ class CpuKernels(ReferenceKernels):
         bits, key = _bits(x), _key(threshold, x.dtype)
         return int(sum(self._team.run(bits.size, lambda start, stop: loops.count_at_least(bits[start:stop], key))))
 
+    def pick(self, x: Source, indices: Tensor) -> SparseVector:
+        if isinstance(x, Difference) and not _is_plain(x):
+            return super().pick(x, indices)
+        values = np.empty(indices.numel(), _BITS[x.dtype.itemsize][1])
+        if isinstance(x, Difference):
+            terms = _Subtraction.of(x).terms
+            good = sparse.pick_difference(*terms, _numpy(indices), values.view(terms[0].dtype))
+        else:
+            good = sparse.pick(_bits(x), _numpy(indices), values)
+        if not good:
+            raise IndexError(f"indices name entries outside of a vector of {x.numel()}.")
+        return _vector(x, _numpy(indices), values)
+
     def magnitude_histogram(self, values: Tensor, shift: int, first: int, bins: int) -> Tensor:
         if values.dtype == torch.float64:  # what is not zero may be so as float32
             return super().magnitude_histogram(values, shift, first, bins)

@@ -119,6 +119,42 @@ def keep_at_least(indices: Any, bits: Any, key: Any, low: Any, ties: int, to_ind
 
 
 @jit
+def pick(values: Any, indices: Any, out: Any) -> Any:
+    """out = values[indices]; False if an index is out of bounds."""
+    for i in range(indices.size):
+        prefetch(values, indices[min(i + AHEAD, indices.size - 1)])
+        at = indices[i]
+        if not 0 <= at < values.size:
+            return False
+        out[i] = values[at]
+    return True
+
+
+@jit
+def _piece_with(at: int, addresses: Any, ends: Any, like: Any) -> Any:
+    """The piece in which an entry lies: its number, where it starts, and itself."""
+    piece = np.searchsorted(ends, at, side="right")
+    base = ends[piece - 1] if piece else 0
+    return piece, base, array_at(addresses[piece], ends[piece] - base, like)
+
+
+@jit
+def pick_difference(shared: Any, addresses: Any, ends: Any, indices: Any, out: Any) -> Any:
+    """out = shared - pieces (as in `cpu_loops.add_compact`) at these indices; False if one is out of bounds."""
+    piece, base = 0, 0
+    own = array_at(addresses[0], ends[0], shared)
+    for i in range(indices.size):
+        prefetch(shared, indices[min(i + AHEAD, indices.size - 1)])
+        at = indices[i]
+        if not 0 <= at < shared.size:
+            return False
+        if not base <= at < ends[piece]:
+            piece, base, own = _piece_with(at, addresses, ends, shared)
+        out[i] = shared[at] - own[at - base]
+    return True
+
+
+@jit
 def subtract_at(residual: Any, indices: Any, values: Any) -> Any:
     """residual[indices] -= values; the change of its sum of squares, NaN if an index is out of bounds."""
     change = 0.0
@@ -151,9 +187,7 @@ def move(shared: Any, addresses: Any, ends: Any, indices: Any, values: Any, sent
         if not 0 <= at < shared.size:
             return i, place, change
         if not base <= at < ends[piece]:
-            piece = np.searchsorted(ends, at, side="right")
-            base = ends[piece - 1] if piece else 0
-            own = array_at(addresses[piece], ends[piece] - base, shared)
+            piece, base, own = _piece_with(at, addresses, ends, shared)
         theirs, mine = shared[at], own[at - base]
         after = theirs - values[i]
         shared[at] = after
@@ -182,9 +216,7 @@ def take_from_difference(shared: Any, addresses: Any, ends: Any, indices: Any, v
         if not 0 <= at < shared.size:
             return np.nan
         if not base <= at < ends[piece]:
-            piece = np.searchsorted(ends, at, side="right")
-            base = ends[piece - 1] if piece else 0
-            own = array_at(addresses[piece], ends[piece] - base, shared)
+            piece, base, own = _piece_with(at, addresses, ends, shared)
         before = np.float64(shared[at]) - np.float64(own[at - base])
         own[at - base] += values[i]
         after = np.float64(shared[at]) - np.float64(own[at - base])

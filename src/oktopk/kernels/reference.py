@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from oktopk.types import Difference, Source, SparseVector, index_dtype
+from oktopk.types import Difference, Source, SparseVector, index_dtype, to_dense
 
 
 class ReferenceKernels:
@@ -48,6 +48,9 @@ class ReferenceKernels:
 
     def count_above(self, x: Tensor, threshold: float) -> int:
         return int(_above(x, threshold).sum())
+
+    def pick(self, x: Source, indices: Tensor) -> SparseVector:
+        return SparseVector(indices, to_dense(x).index_select(0, indices), x.numel())
 
     def magnitude_histogram(self, values: Tensor, shift: int, first: int, bins: int) -> Tensor:
         # Integer bits, not logarithms: exact at the borders of bins, and the same on every device.

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from oktopk.kernels.base import Kernels
-from oktopk.primitives.partition import Regions, join, split
+from oktopk.primitives.partition import Regions, equal_bounds, join, split
 from oktopk.transport.base import Transport
-from oktopk.types import Difference, Source, SparseVector
+from oktopk.types import Difference, Source, SparseVector, index_dtype
 from oktopk.wire import Wire
 
 
@@ -49,6 +49,31 @@ class Tools:
     def limits(self, counts: Sequence[int] | None, numel: int, dtype: torch.dtype) -> list[int] | None:
         """The longest message each rank can send when it has `counts` entries of vectors of up to `numel`."""
         return None if counts is None else [self.wire.limit(count, numel, dtype) for count in counts]
+
+
+def reduce_all_(values: Tensor, tools: Tools) -> tuple[Tensor, Tensor | None]:
+    """The mean over ranks of all values, which do not survive; and what was sent of them, None if it is all.
+
+    With a rounding wire each rank sums one region and hands it on, so that rounding errors have an owner to stay with;
+    otherwise this is the backend's own all-reduce.
+    """
+    if not tools.is_rounding or tools.world_size == 1:
+        # Divided before the sum, as DDP does, so that the bits are DDP's.
+        return tools.transport.all_reduce_(values.div_(tools.world_size)), None
+    numel, bounds = values.numel(), equal_bounds(values.numel(), tools.world_size)
+    everything = SparseVector(torch.arange(numel, dtype=index_dtype(numel), device=values.device), values, numel)
+    sizes = [high - low for low, high in pairwise(bounds)]
+    regions = Regions(bounds, [max(sizes)] * tools.world_size)
+    region, sent = split_and_reduce(everything, regions, tools.world_size, tools)
+    total, lost, _ = gather_regions(region, bounds, tools, counts=sizes)
+    return total.values / tools.world_size, sent.index_add_(0, lost.indices.long(), lost.values, alpha=-1)
+
+
+def reduce_at(acc: Source, indices: Tensor, tools: Tools) -> tuple[SparseVector, SparseVector]:
+    """The mean over ranks at indices that are the same on all of them; and what was sent of the own entries."""
+    own = tools.kernels.pick(acc, indices)
+    mean, sent = reduce_all_(own.values.clone(), tools)
+    return own.with_values(mean), own if sent is None else own.with_values(sent)
 
 
 def split_and_reduce(

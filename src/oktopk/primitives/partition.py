@@ -22,7 +22,7 @@ class Regions(NamedTuple):
     """Who owns what, and how much there is."""
 
     bounds: list[int]
-    counts: list[int] | None = None  # how many coordinates each rank chose, if they told each other
+    counts: list[int] | None = None  # how many each rank sends to one owner at most, if that is known
 
 
 def balanced_regions(chosen: Tensor, numel: int, transport: Transport) -> Regions:

@@ -164,6 +164,16 @@ def _bin_border(octave: int, bin_of: int) -> float:
     return border
 
 
+def without(vector: SparseVector, indices: Tensor, kernels: Kernels) -> SparseVector:
+    """The entries of `vector` whose index is not in `indices`; both ascending."""
+    if not indices.numel():
+        return vector
+    common = kernels.common(vector, indices)
+    keep = torch.ones(vector.nnz, dtype=torch.bool, device=indices.device)
+    keep[torch.searchsorted(vector.indices, common.indices)] = False
+    return vector.at(keep.nonzero().flatten()) if common.nnz else vector
+
+
 class ReusedThreshold:
     """The paper's local threshold: exact every so often, nudged towards k in between, never far above k."""
 

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from oktopk.algorithms import ALGORITHMS, Algorithm
+from oktopk.algorithms.base import Asks
 from oktopk.algorithms.dense import Dense
 from oktopk.config import DenseConfig, ReducerConfig
 from oktopk.errors import CheckpointError, CommunicationError, OkTopkError
@@ -32,7 +33,7 @@ from oktopk.wire import Wire
 
 _KERNEL_PHASES = {
     "all_below": "select", "accumulate_": "select", "add": "select", "select_topk": "select", "select_above": "select",
-    "count_above": "select", "magnitude_histogram": "select", "common": "select", "above": "select",
+    "count_above": "select", "pick": "select", "magnitude_histogram": "select", "common": "select", "above": "select",
     "retain_": "select", "scan": "select", "move_": "unpack", "sum_sparse": "sum", "fill_": "unpack",
 }  # fmt: skip
 _WIRE_PHASES = {"pack": "pack", "unpack": "unpack"}
@@ -129,7 +130,7 @@ class Pipeline:
         with self.feedback.withheld(gradient.layout, unused):
             acc = self.feedback.compensate(gradient, plan.wanted, plan.with_feedback)
             algorithm = self._algorithm_of(plan)
-            reduced = algorithm.reduce(acc if algorithm.only_selects else to_dense(acc), plan.k)
+            reduced = algorithm.reduce(to_dense(acc) if algorithm.asks == "everything" else acc, plan.k)
             self.feedback.retain(gradient, reduced, plan.with_feedback)
         return reduced.stats
 
@@ -152,6 +153,7 @@ class Pipeline:
             with_feedback,
             request.unused & gradient.names,
             request.terms,
+            wanted=0 if not is_sparse else 1 if self.asks == "some" else k,
         )
 
     def k_at(self, step: int, numel: int) -> int:
@@ -162,9 +164,10 @@ class Pipeline:
         return self.schedule.k_at(step, numel)
 
     @cached_property
-    def only_selects(self) -> bool:
-        """Whether the algorithm asks nothing of a vector but its largest entries."""
-        return bool(self._algorithm_class(self.settings.algorithm_config, self.tools).only_selects)
+    def asks(self) -> Asks:
+        """What the algorithm asks of a vector."""
+        algorithm: Algorithm = self._algorithm_class(self.settings.algorithm_config, self.tools)
+        return algorithm.asks
 
     def _is_rounding_dense(self, step: int) -> bool:
         """Dense by choice over a wire that rounds: the rounding error must stay owed. Warm-up is exact."""

@@ -37,11 +37,7 @@ class Plan:
     with_feedback: bool  # what is owed is added, and what does not arrive stays owed
     unused: frozenset[str]  # names that took no part in this rank's backward
     terms: str = ""  # what else must be the same on all ranks
-
-    @property
-    def wanted(self) -> int:
-        """How many entries are going to be selected; 0 if all are sent."""
-        return self.k if self.is_sparse else 0
+    wanted: int = 0  # how many of the largest entries will be asked for, at least 1; 0 if all are sent
 
 
 class StepRecords:

@@ -26,7 +26,9 @@ class TrainConfig:
     data: str | None = None  # folder or manifest of the corpus; None: the one that comes with the workload
     workers: int = 1  # processes to start on this machine; ignored under torchrun, mpirun or srun
 
-    algorithm: str = "oktopk"  # how gradients are summed: dense, topka, topkdsa, gtopk, gaussiank, oktopk, auto
+    algorithm: str = (
+        "oktopk"  # how gradients are summed: dense, topka, topkdsa, gtopk, gaussiank, randomk, oktopk, auto
+    )
     density: float | None = None  # fraction of the gradient each worker sends; smaller = less traffic, later updates
     density_schedule: Mapping[int, float] = field(default_factory=dict)  # {step: density from that step on}; from 0
     warmup_steps: int | None = None  # dense steps before sparse ones

@@ -1,0 +1,37 @@
+"""Random-k: coordinates drawn from a seed that all ranks share, and one all-reduce of their values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from oktopk.algorithms.base import Asks
+from oktopk.config import RandomKConfig
+from oktopk.primitives.collectives import Tools, reduce_at
+from oktopk.primitives.lottery import Lottery
+from oktopk.types import Reduced, Source, Stats
+
+
+class RandomK:
+    """Volume 2k(P-1)/P, the least that any method needs: nothing is selected, and no index travels."""
+
+    asks: Asks = "some"
+
+    def __init__(self, config: RandomKConfig, tools: Tools) -> None:
+        self._tools = tools
+        self._lottery = Lottery(config.order == "turn", config.block, config.seed)
+        self._step = 0
+
+    def reduce(self, acc: Source, k: int) -> Reduced:
+        # 1. Draw, the same on every rank.
+        indices = self._lottery.draw(acc.numel(), k, self._step, acc.device)
+        # 2. One all-reduce of the values there.
+        mean, sent = reduce_at(acc, indices, self._tools)
+        self._step += 1
+        return Reduced(mean, sent, Stats(mean.nnz, mean.nnz))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self._step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._step = int(state["step"])
