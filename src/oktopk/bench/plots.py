@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from oktopk.bench.allreduce import AllreduceResult
 from oktopk.bench.step import StepResult
 from oktopk.bench.validate import Comparison
+from oktopk.config import WIRES
 from oktopk.plotting.bars import Bar, draw_labelled_bars
 from oktopk.plotting.drawing import Drawing
 from oktopk.plotting.frame import Axis, Frame, Marker
@@ -59,22 +60,17 @@ def volume_by_world(results: Sequence[AllreduceResult]) -> Drawing:
 
 def volume_against_bounds(results: Sequence[AllreduceResult]) -> Drawing:
     """Bars: words over k(P-1)/P, with the lower bound 2 and the bound 6; one row per density."""
-    sparse = sorted((r for r in results if r.algorithm != "dense"), key=lambda r: list(COLORS).index(r.algorithm))
+    sparse = sorted(
+        (r for r in results if r.algorithm != "dense"),
+        key=lambda r: ([*COLORS].index(r.algorithm), WIRES.index(r.wire), r.density),
+    )
     densities = sorted({r.density for r in sparse})
-    rows = [
-        (f"{algorithm} {wire}", r)
-        for algorithm, wire in dict.fromkeys((r.algorithm, r.wire) for r in sparse)
-        for r in sorted((r for r in sparse if (r.algorithm, r.wire) == (algorithm, wire)), key=lambda r: r.density)
-    ]
-    labels = [label for label, _ in rows]
-    bars = [
-        Bar(
-            label if n == labels.index(label) else "",
-            [(f"density {r.density:g}", r.words_over_k, f"c{densities.index(r.density)}")],
-            f"{r.words_over_k:.2f}",
-        )
-        for n, (label, r) in enumerate(rows)
-    ]
+    bars, above = [], ""
+    for r in sparse:
+        label = f"{r.algorithm} {r.wire}"
+        part = (f"density {r.density:g}", r.words_over_k, f"c{densities.index(r.density)}")
+        bars.append(Bar("" if label == above else label, [part], f"{r.words_over_k:.2f}"))
+        above = label
     bounds = [Marker(2.0, "lower bound 2k"), Marker(6.0, "Ok-Topk's bound 6k")]
     return draw_labelled_bars(bars, Axis("words received / (k (P-1)/P)"), bounds)
 
