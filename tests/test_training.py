@@ -7,12 +7,14 @@ import math
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from oktopk.errors import ConfigError, DataError, NonFiniteError
 from oktopk.metrics import PHASES, StepRecord
+from oktopk.reducer import Reducer
 from oktopk.training.analysis import Analyzer, magnitude_edges
 from oktopk.training.config import TrainConfig
 from oktopk.training.journal import LOOP_PHASES, Journal, summarize_epoch
@@ -159,6 +161,64 @@ def test_bad_data_on_one_rank_stops_all_with_its_message(tmp_path: Path) -> None
     assert "DataError: sample 17 is a stone" in outcomes[1].output
 
 
+def sends_during_backward(config: TrainConfig) -> list[bool]:
+    """Of every bucket that is sent, whether backward was still computing."""
+    seen: list[bool] = []
+    computing = False
+    backward, submit = torch.Tensor.backward, Reducer.submit
+
+    def watched_backward(self: torch.Tensor) -> None:
+        nonlocal computing
+        computing = True
+        backward(self)
+        computing = False
+
+    def watched_submit(self: Reducer, *args: Any, **options: Any) -> Any:
+        seen.append(computing)
+        return submit(self, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "backward", watched_backward)
+        patch.setattr(Reducer, "submit", watched_submit)
+        train_alone(config)
+    return seen
+
+
+def test_gradients_are_sent_while_backward_goes_on(tmp_path: Path) -> None:
+    small_buckets: dict[str, Any] = {"epochs": 1, "bucket_mb": 0.001}
+    assert all(sends_during_backward(toy_config(tmp_path, "overlapped", **small_buckets)))
+    assert all(sends_during_backward(toy_config(tmp_path, "accumulated", accumulate=4, **small_buckets)))
+    assert not any(sends_during_backward(toy_config(tmp_path, "clipped", norm_clip=1.0, **small_buckets)))
+    assert not any(sends_during_backward(toy_config(tmp_path, "analysed", analyze_every=1, **small_buckets)))
+
+
+def test_one_bucket_or_many_and_sent_early_or_late_dense_training_is_the_same(tmp_path: Path) -> None:
+    losses = {
+        name: train_alone(toy_config(tmp_path, name, epochs=2, algorithm="dense", **options)).train_loss
+        for name, options in {
+            "early": {"bucket_mb": 0.001}, "late": {"analyze_every": 1}, "at once": {"norm_clip": 1e9},
+        }.items()
+    }  # fmt: skip
+    assert len(set(losses.values())) == 1
+
+
+def test_buckets_are_small_where_that_hides_something(tmp_path: Path) -> None:
+    config = toy_config(tmp_path, "run")
+    assert config.bucket_mb_for(Recipe()) == 25
+    assert config.bucket_mb_for(Recipe(norm_clip=1.0)) == 256
+    assert replace(config, bucket_mb=3.0).bucket_mb_for(Recipe()) == 3
+
+
+def test_an_analysis_sees_what_is_sent_clipped_and_in_the_unit_of_what_is_owed() -> None:
+    model = torch.nn.Linear(2, 1, bias=False)
+    model.weight.grad = torch.tensor([[3.0, 4.0]])
+    analyzer = Analyzer(World(ThreadWorld(1).transports()[0]), model)
+    analyzer.before({"weight": torch.tensor([0.0, 0.5])}, clip=0.5, unit=0.1)
+    model.weight.grad = torch.tensor([[0.0, 7.0]])  # of (1.5, 2 + 5) the larger one
+    found = analyzer.after(0, k=1)
+    assert (found.overlap_count, found.xi) == (1.0, 0.0)
+
+
 def test_a_gradient_that_is_not_finite_raises_by_default(tmp_path: Path) -> None:
     with pytest.raises(NonFiniteError):
         train_alone(toy_config(tmp_path, "run", workload_options={"nan_at": 4}))
@@ -268,7 +328,11 @@ def test_the_configuration_survives_json() -> None:
     assert TrainConfig(**as_fields(TrainConfig, json.loads(json.dumps(config.to_json())), "JSON")) == config
 
 
-@pytest.mark.parametrize("wrong", [{"density": 2.0}, {"workers": 0}, {"epochs": -1}, {"keep": 0}, {"bucket_mb": 0}])
+@pytest.mark.parametrize(
+    "wrong",
+    [{"density": 2.0}, {"workers": 0}, {"epochs": -1}, {"keep": 0}, {"bucket_mb": 0},
+     {"analyze_every": 1, "norm_clip_after": 1.0}],
+)  # fmt: skip
 def test_values_that_make_no_sense_are_refused(wrong: dict) -> None:
     with pytest.raises(ConfigError):
         TrainConfig(**wrong)

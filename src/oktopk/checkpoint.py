@@ -12,15 +12,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, cast
 
-import torch
 from torch import Tensor
 
 from oktopk.errors import CheckpointError, ConfigError
 from oktopk.reducer import Reducer
 from oktopk.reduction.rank_states import RankStates
-from oktopk.transport.base import Transport
+from oktopk.transport.sharing import attempt, raise_any, share, share_error
 
 T = TypeVar("T")
 VERSION = 1
@@ -84,7 +83,7 @@ def save(target: Saveable, directory: str | os.PathLike[str]) -> Path:
     folder, reducer = Path(directory), target.reducer
     data = pack(target.rank_state())
     mine = _together(reducer, lambda: _write_rank(folder, reducer, data))
-    files = tuple(RankFile(**entry) for entry in _gather(reducer, asdict(mine)))
+    files = tuple(RankFile(**entry) for entry in reducer.communicate(lambda transport: share(asdict(mine), transport)))
     manifest = Manifest(VERSION, reducer.algorithm, reducer.world_size, reducer.step, files)
     _together(reducer, lambda: _commit(folder, manifest) if reducer.rank == 0 else None)
     return folder / MANIFEST
@@ -263,25 +262,6 @@ def _read_rank(folder: Path, file: RankFile) -> dict[str, Any]:
 
 def _together(reducer: Reducer, work: Callable[[], T]) -> T:
     """Do it on every rank; when it fails on one, that one raises its error and the others one that names it."""
-    error: Exception | None = None
-    try:
-        result = work()
-    except Exception as failed:
-        error = failed
-    answers = _gather(reducer, None if error is None else f"{type(error).__name__}: {error}")
-    if error is not None:
-        raise error
-    for rank, answer in enumerate(answers):
-        if answer is not None:
-            raise CheckpointError(f"rank {rank} failed: {answer}")
-    return result
-
-
-def _gather(reducer: Reducer, value: Any) -> list[Any]:
-    """Everyone's value, by rank."""
-
-    def exchange(transport: Transport) -> list[bytes]:
-        message = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(transport.device)
-        return [bytes(other.tolist()) for other in transport.all_gather(message)]
-
-    return [json.loads(message) for message in reducer.communicate(exchange)]
+    result, error = attempt(work)
+    raise_any(error, reducer.communicate(lambda transport: share_error(error, transport)), CheckpointError)
+    return cast(T, result)

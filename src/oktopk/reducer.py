@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from oktopk.algorithms import ALGORITHMS
 from oktopk.config import Density, ReducerConfig, split_options
 from oktopk.errors import ConfigError, nearest
 from oktopk.metrics import Sink, StepRecord
+from oktopk.reduction.agreement import end_together
 from oktopk.reduction.autotune import AUTO, AutoConfig, Decision
 from oktopk.reduction.communication import CommunicationThread
 from oktopk.reduction.gradient import Gradient
@@ -111,6 +113,27 @@ class Reducer:
     def communicate(self, work: Callable[[Transport], T]) -> T:
         """Run `work(transport)` on the communication thread, after all that was submitted. Every rank must do it."""
         return self._thread.run(lambda: work(self._pipeline.transport))
+
+    def refuse(self, error: Exception) -> NoReturn:
+        """End on every rank, in order, when this one cannot reduce what the others do, for instance a bad batch.
+
+        The others hear of it when they next reduce something, and raise a `PeerError` with its text; `error` is raised
+        here. Nobody waits, and nothing can be reduced afterwards.
+        """
+        with suppress(Exception):  # whatever has ended this reducer already, here it is `error` that counts
+            self._thread.run(lambda: end_together(error, self._pipeline.transport))
+        raise error
+
+    def notify(self, number: int) -> None:
+        """Tell all ranks a number (a signal, say) with what is reduced from now on: see `notified`."""
+        if not 0 <= number < 2**32:
+            raise ConfigError(f"a number for all ranks must be 0 to 2**32 - 1, got {number}.")
+        self._pipeline.notice = number
+
+    @property
+    def notified(self) -> int:
+        """The greatest number that any rank has told by `notify`; between two steps it is the same on all ranks."""
+        return self._pipeline.noticed
 
     def set_gradient_scale(self, scale: float) -> None:
         """Say in which unit gradients come from now on, as a GradScaler sets it: residuals follow."""

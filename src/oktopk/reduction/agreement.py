@@ -8,9 +8,11 @@ from hashlib import blake2b
 
 import torch
 
-from oktopk.errors import MismatchError, NonFiniteError, OkTopkError, UnsupportedError
+from oktopk.errors import MismatchError, NonFiniteError, OkTopkError, PeerError, UnsupportedError
+from oktopk.reduction.communication import Agreed
 from oktopk.reduction.gradient import Gradient, Layout
 from oktopk.transport.base import Transport
+from oktopk.transport.sharing import first_error, share_error
 
 FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _FIELDS = ("names", "shapes", "dtype", "step", "k (density)", "configuration")
@@ -28,6 +30,7 @@ class Terms:
     finite: bool
     fault: OkTopkError | None  # why this rank cannot take part
     unused: frozenset[str] = frozenset()  # names that took no part in this rank's backward
+    notice: int = 0  # what this rank tells the others besides
 
     def words(self) -> list[int]:
         compared = [
@@ -38,7 +41,8 @@ class Terms:
             self.k,
             _digest(self.configuration),
         ]
-        return [*compared, int(bool(self.unused)), int(self.finite), int(self.fault is not None)]
+        refused = _REFUSED if self.fault is not None else 0
+        return [*compared, int(bool(self.unused)), int(self.finite), self.notice * _NOTICES + refused]
 
     def describe(self, field: str) -> str:
         shown = {
@@ -58,9 +62,11 @@ class Agreement:
 
     skip: bool  # some gradient is not finite, and the policy is to skip
     unused: frozenset[str] = frozenset()  # names that took no part on any rank
+    notice: int = 0  # the greatest that a rank told
 
 
 AGREEMENT_WORDS = len(_FIELDS) + 3
+_REFUSED, _ENDED, _NOTICES = 1, 2, 4  # in the last word: what is in the way of this rank, and its notice times 4
 
 
 def refusal(gradient: Gradient) -> OkTopkError | None:
@@ -85,11 +91,7 @@ def refusal(gradient: Gradient) -> OkTopkError | None:
 def check_terms(mine: Terms, transport: Transport, on_nonfinite: str) -> Agreement:
     """Compare terms; raises the same kind of error on every rank when the reduction cannot be done."""
     everyone = transport.agree(mine.words())
-    if mine.fault is not None:
-        raise mine.fault
-    refused = [rank for rank, words in enumerate(everyone) if words[-1]]
-    if refused:
-        raise MismatchError(f"{_ranks(refused)} refused to reduce what it was given; its own error says why.")
+    _check_taking_part(everyone, mine.fault, transport)
     for position, field in enumerate(_FIELDS):
         differing = [rank for rank, words in enumerate(everyone) if words[position] != everyone[0][position]]
         if differing:
@@ -98,7 +100,26 @@ def check_terms(mine: Terms, transport: Transport, on_nonfinite: str) -> Agreeme
                 "Every rank must reduce the same tensors in the same order with the same settings."
             )
     skip = _check_finite(everyone, on_nonfinite)
-    return Agreement(skip, _agree_on_unused(mine, transport) if any(words[-3] for words in everyone) else frozenset())
+    unused = _agree_on_unused(mine, transport) if any(words[-3] for words in everyone) else frozenset()
+    return Agreement(skip, unused, max(words[-1] // _NOTICES for words in everyone))
+
+
+def end_together(error: Exception, transport: Transport) -> None:
+    """Take part in the next agreement of the others by saying that this rank ends, and why."""
+    everyone = transport.agree([0] * (AGREEMENT_WORDS - 1) + [_ENDED])
+    _check_taking_part(everyone, error, transport)
+
+
+def _check_taking_part(everyone: list[list[int]], fault: Exception | None, transport: Transport) -> None:
+    """Raise on every rank if one of them cannot take part: its own error there, what it says on the others."""
+    said = [words[-1] % _NOTICES for words in everyone]
+    if not any(said):
+        return
+    texts = share_error(fault, transport)
+    is_final = _ENDED in said
+    error = first_error(fault, texts, PeerError if is_final else MismatchError)
+    assert error is not None
+    raise Agreed(error, is_final)
 
 
 def _agree_on_unused(mine: Terms, transport: Transport) -> frozenset[str]:

@@ -28,11 +28,14 @@ LOOK_SECONDS = 1.0  # between looks whether the thread that is waited for still 
 
 
 class Agreed(Exception):
-    """Carries an error that all ranks raise in the same step: the group is intact, and training may go on."""
+    """Carries an error that all ranks raise in the same step: the group is intact, and training may go on.
 
-    def __init__(self, error: OkTopkError) -> None:
+    If it is final, nothing more is done: a rank has ended, but all know it, and nobody waits for it.
+    """
+
+    def __init__(self, error: Exception, is_final: bool = False) -> None:
         super().__init__(str(error))
-        self.error = error
+        self.error, self.is_final = error, is_final
 
 
 @dataclass
@@ -127,6 +130,8 @@ class CommunicationThread:
             job.result = job.work()
         except Agreed as agreed:
             job.error = agreed.error
+            if agreed.is_final:
+                self._error = agreed.error
         except BaseException as error:
             if self._error is None:
                 self._error = self._leave(error if isinstance(error, Exception) else OkTopkError(_text(error)))

@@ -74,6 +74,8 @@ class Pipeline:
         self.feedback = self._feedback(kernels)
         self.grouping = Grouping()
         self.unused: set[str] = set()  # names that took no part on any rank when they were last reduced
+        self.notice = 0  # what this rank tells the others with its next reduction
+        self.noticed = 0  # the greatest that any rank told so far, the same on all of them
         self.gradient_scale = 1.0
         self._open_step, self._skipped_step = -1, -1
         self._algorithm_class = ALGORITHMS["oktopk" if settings.algorithm == AUTO else settings.algorithm][1]
@@ -108,6 +110,7 @@ class Pipeline:
         self.records.restart()
         plan = self._plan(gradient, request)
         agreed = self._agree(plan)
+        self.noticed = max(self.noticed, agreed.notice)
         started = perf_counter()  # after the agreement, which waits for the last rank
         self.unused = (self.unused - gradient.names) | agreed.unused
         skip = self._follow_step(plan.step, agreed.skip)
@@ -193,7 +196,9 @@ class Pipeline:
         fault = refusal(gradient)
         finite = fault is None and self.feedback.is_finite(gradient, plan.wanted)
         text = self.settings.text + plan.terms
-        mine = Terms(gradient.layout, gradient.dtype, plan.step, plan.k, text, finite, fault, plan.unused)
+        mine = Terms(
+            gradient.layout, gradient.dtype, plan.step, plan.k, text, finite, fault, plan.unused, self.notice
+        )  # fmt: skip
         try:
             return check_terms(mine, self.transport, self.settings.shared.on_nonfinite)
         except (CommunicationError, Agreed):

@@ -49,11 +49,11 @@ class Analyzer:
         self._world = world
         self._parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
-    def before(self, residuals: Mapping[str, Tensor]) -> None:
-        """Remember what goes into the reduction."""
-        gradient = self._gradient()
+    def before(self, residuals: Mapping[str, Tensor], clip: float = 1.0, unit: float = 1.0) -> None:
+        """Remember what goes into the reduction: gradients times `clip`, and residuals, which come in `unit`s."""
+        gradient = self._gradient() * clip
         owed = [residuals.get(name, torch.zeros_like(p)).reshape(-1) for name, p in self._parameters]
-        self._mine = gradient + torch.cat(owed).to(gradient.dtype)
+        self._mine = gradient + torch.cat(owed).to(gradient.dtype) / unit
         self._mean_gradient, self._mean_input = gradient.clone(), self._mine.clone()
         self._world.average_([self._mean_gradient, self._mean_input])
 

@@ -14,6 +14,7 @@ from oktopk.config import Density, require_density
 from oktopk.errors import ConfigError
 from oktopk.workloads.base import Recipe
 
+_BUCKET_MB, _BUCKET_MB_WITHOUT_OVERLAP = 25.0, 256.0
 Optimizer = Literal["sgd", "adamw", "lamb"]
 
 
@@ -36,7 +37,8 @@ class TrainConfig:
         "float32"  # how values travel: float32, float16, bfloat16, int8, int4, codebook2; narrower = less traffic
     )
     min_numel: int = 1024  # parameters smaller than this go dense
-    bucket_mb: float = 256.0  # gradient reduced at once; larger = fewer messages, less overlap
+    bucket_mb: float | None = None  # gradient reduced at once; larger = fewer messages, less overlap; None: 25, or 256
+    # with norm_clip, which must know the whole gradient before any of it is sent
     on_nonfinite: Literal["raise", "skip"] = "raise"  # a NaN gradient: stop, or leave that step out
 
     momentum_correction: float = 0.0  # momentum applied before sending; then --momentum must be 0 (DGC: 0.9)
@@ -92,8 +94,10 @@ class TrainConfig:
                 raise ConfigError(f"{name} must be in [0, 1], got {value}: it is a share of lr.")
         if self.beta2 is not None and not 0 <= self.beta2 < 1:
             raise ConfigError(f"beta2 must be in [0, 1), got {self.beta2}: 0.999 remembers about 1,000 steps.")
-        if self.bucket_mb <= 0:
+        if self.bucket_mb is not None and self.bucket_mb <= 0:
             raise ConfigError(f"bucket_mb must be above 0, got {self.bucket_mb}.")
+        if self.analyze_every and self.norm_clip_after:
+            raise ConfigError("analyze_every looks at means as they were reduced, and norm_clip_after changes them.")
 
     def recipe(self, base: Recipe) -> Recipe:
         """The preset's recipe with what the user said in its place.
@@ -109,9 +113,14 @@ class TrainConfig:
     def density_over_time(self, recipe: Recipe) -> Density:
         return dict(self.density_schedule) if self.density_schedule else recipe.density
 
+    def bucket_mb_for(self, recipe: Recipe) -> float:
+        """What is reduced at once. Clipping leaves no overlap, and then fewer messages are better."""
+        return self.bucket_mb or (_BUCKET_MB if recipe.norm_clip is None else _BUCKET_MB_WITHOUT_OVERLAP)
+
     def resolved(self, recipe: Recipe) -> TrainConfig:
         """The same configuration with every value that the recipe decides written out."""
-        return replace(self, **asdict(recipe) | {"norm_clip": recipe.norm_clip or 0.0})
+        decided = {"norm_clip": recipe.norm_clip or 0.0, "bucket_mb": self.bucket_mb_for(recipe)}
+        return replace(self, **asdict(recipe) | decided)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, which `as_fields` turns back into those of this class."""

@@ -1,9 +1,10 @@
-"""The training loop: forward, backward, agree, reduce, step; then validate, record and save."""
+"""The training loop: forward, backward and reduce at the same time, step; then validate, record and save."""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from datetime import datetime
 from pathlib import Path
@@ -11,9 +12,9 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch.nn.utils import clip_grad_norm_
 
 from oktopk.errors import ConfigError, DataError
+from oktopk.front_ends.clipping import NormClip
 from oktopk.front_ends.optimizer import DistributedOptimizer
 from oktopk.training.algorithms import has_sparse_steps
 from oktopk.training.analysis import Analyzer
@@ -31,7 +32,7 @@ from oktopk.training.run_directory import RunDirectory, write_json
 from oktopk.training.state import State
 from oktopk.training.values import as_fields
 from oktopk.training.workload import make_workload
-from oktopk.training.world import World, attempt
+from oktopk.training.world import World
 from oktopk.workloads.base import Workload
 
 EARLY_STOP, STEP_LIMIT = "early stop", "the limit of steps"
@@ -108,7 +109,7 @@ class Trainer:
         return summary
 
     def close(self) -> None:
-        self.reducer.close()
+        self.optimizer.close()
         self.recorder.close()
 
     # -- one epoch -----------------------------------------------------------------------------------------------
@@ -116,7 +117,9 @@ class Trainer:
     def _run_epoch(self, interrupts: Interrupts) -> None:
         self.model.train()
         rank, world_size = self.world.rank, self.world.world_size
-        batches = iter(self.workload.batches(self.at.epoch, rank, world_size, start=self.at.batch))
+        batches = self.world.together(
+            lambda: iter(self.workload.batches(self.at.epoch, rank, world_size, start=self.at.batch))
+        )
         while self.at.batch < self.batches_per_epoch and self.stopped_by is None:
             received = self._run_step(batches, interrupts)
             if received:
@@ -159,27 +162,46 @@ class Trainer:
         """One optimizer step; the signal that some rank received, or 0."""
         micro_batches = min(self.config.accumulate, self.batches_per_epoch - self.at.batch)
         lr = learning_rate(self.recipe, self.at.step, self.steps_per_epoch, self.world.world_size)
-        loss, error = self._accumulate(batches, micro_batches)
-        # One small round before the gradient moves: a rank that failed or was told to stop says so.
-        received, failed = self.world.greatest(interrupts.received, int(error is not None))
-        if failed:
-            self.world.fail_together(error)
-        self._reduce()
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.reducer.notify(interrupts.received)
+        loss = self._reduce(batches, micro_batches, lr)
         with self.stopwatch.phase("optimizer"):
-            self._update(lr)
+            if not self.reducer.last_step.skipped:
+                self.optimizer.step()
         self._note(loss, lr, micro_batches)
-        return received
+        return self.reducer.notified
 
-    def _accumulate(self, batches: Iterator[Any], micro_batches: int) -> tuple[float, Exception | None]:
-        """Gradients of some batches added up; their mean loss, or what went wrong."""
+    def _reduce(self, batches: Iterator[Any], micro_batches: int, lr: float) -> float:
+        """Gradients of some batches added up and reduced; their mean loss on this rank."""
         self.optimizer.zero_grad()
+        if self.config.analyze_every > 0 and self.at.step % self.config.analyze_every == 0:
+            return self._reduce_analyzed(batches, micro_batches, lr)
+        try:
+            loss = self._accumulate(batches, micro_batches)
+        except Exception as error:  # the other ranks are about to reduce, and hear of it there
+            self.reducer.refuse(error)
+        with self.stopwatch.phase("wait"):
+            self.optimizer.synchronize()
+        return loss
+
+    def _reduce_analyzed(self, batches: Iterator[Any], micro_batches: int, lr: float) -> float:
+        """As `_reduce`, but all ranks look at their gradients before anything is sent."""
+        with self.optimizer.no_sync():
+            loss = self.world.together(lambda: self._accumulate(batches, micro_batches))
+        self.analyzer.before(self.reducer.residuals(), self._clip_factor(), lr if self.config.fold_learning_rate else 1)
+        with self.stopwatch.phase("wait"):
+            self.optimizer.synchronize()
+        self.recorder.write_analysis(self.analyzer.after(self.at.step, self.reducer.last_step.k))
+        return loss
+
+    def _accumulate(self, batches: Iterator[Any], micro_batches: int) -> float:
+        """Gradients of some batches added up; those of the last are sent as they become ready."""
         loss = 0.0
-        for _ in range(micro_batches):
-            value, error = attempt(lambda: self._backward(batches, micro_batches))
-            if value is None:
-                return loss, error
-            loss += value
-        return loss, None
+        for left in reversed(range(micro_batches)):
+            with self.optimizer.no_sync() if left else nullcontext():
+                loss += self._backward(batches, micro_batches)
+        return loss
 
     def _backward(self, batches: Iterator[Any], micro_batches: int) -> float:
         with self.stopwatch.phase("data"):
@@ -191,31 +213,16 @@ class Trainer:
             )
         with self.stopwatch.phase("forward"):
             loss = self.workload.loss(self.model, batch) / micro_batches
-        # Nothing is sent before all ranks have said that they got this far.
-        with self.stopwatch.phase("backward"), self.optimizer.no_sync():
+        with self.stopwatch.phase("backward"):
             loss.backward()
         return float(loss.detach())
 
-    def _reduce(self) -> None:
-        if self.recipe.norm_clip:
-            # Gradients of ranks add up like independent noise: their mean is smaller by sqrt(world_size).
-            clip_grad_norm_(self.model.parameters(), self.recipe.norm_clip / self.world.world_size**0.5)
-        is_analyzed = self.config.analyze_every > 0 and self.at.step % self.config.analyze_every == 0
-        if is_analyzed:
-            self.analyzer.before(self.reducer.residuals())
-        with self.stopwatch.phase("wait"):
-            self.optimizer.synchronize()
-        if is_analyzed:
-            self.recorder.write_analysis(self.analyzer.after(self.at.step, self.reducer.last_step.k))
-
-    def _update(self, lr: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        if self.reducer.last_step.skipped:
-            return
-        if self.config.norm_clip_after:
-            clip_grad_norm_(self.model.parameters(), self.config.norm_clip_after)
-        self.optimizer.step()
+    def _clip_factor(self) -> float:
+        """What gradients are multiplied with before they are sent."""
+        if not self.recipe.norm_clip:
+            return 1.0
+        grads = (parameter.grad for parameter in self.model.parameters() if parameter.grad is not None)
+        return NormClip(self.recipe.norm_clip, self.world.world_size).factor(grads)
 
     def _note(self, loss: float, lr: float, micro_batches: int) -> None:
         self._tick()
@@ -265,7 +272,9 @@ class Trainer:
             config.algorithm,
             config.density_over_time(self.recipe),
             warmup_steps=self.recipe.warmup_steps,
-            bucket_mb=config.bucket_mb,
+            norm_clip=self.recipe.norm_clip,
+            norm_clip_after=config.norm_clip_after or None,
+            bucket_mb=config.bucket_mb_for(self.recipe),
             wire=config.wire,
             metrics=self.journal.sink,
             min_numel=config.min_numel,

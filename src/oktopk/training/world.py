@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,10 +14,11 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed import DistError
 
-from oktopk.errors import CommunicationError, OkTopkError, PeerError
+from oktopk.errors import CommunicationError, PeerError
 from oktopk.front_ends.world import init_process_group
 from oktopk.training.environment import TORCHRUN, RankInfo, find_rank
 from oktopk.transport.base import Transport
+from oktopk.transport.sharing import attempt, raise_any, share, share_error
 from oktopk.transport.torch_dist import TorchTransport
 
 T = TypeVar("T")
@@ -43,15 +43,10 @@ class World:
         with self._naming_peers():
             return list(self._transport.all_reduce_(torch.tensor(values, dtype=torch.float64)).tolist())
 
-    def greatest(self, *values: int) -> list[int]:
-        """Maxima over ranks, in one round."""
-        with self._naming_peers():
-            return [max(column) for column in zip(*self._transport.agree(values), strict=True)]
-
     def share(self, value: Any) -> list[Any]:
         """Every rank's JSON value, by rank."""
         with self._naming_peers():
-            return [json.loads(bytes(message.tolist())) for message in self._transport.all_gather(_message(value))]
+            return share(value, self._transport)
 
     def announce(self, value: T) -> T:
         """Rank 0's JSON value, on every rank."""
@@ -69,13 +64,9 @@ class World:
 
     def fail_together(self, error: Exception | None) -> None:
         """Raise on every rank when any rank has an error: nobody is left waiting in a collective."""
-        if not any(self.greatest(int(error is not None))):
-            return
-        texts = self.share(None if error is None else _explain(error))
-        if error is not None:
-            raise error
-        rank, text = next((rank, text) for rank, text in enumerate(texts) if text is not None)
-        raise PeerError(f"rank {rank}: {text}")
+        with self._naming_peers():
+            texts = share_error(error, self._transport)
+        raise_any(error, texts)
 
     def together(self, action: Callable[[], T]) -> T:
         """The result of an action that every rank does, or the first error of any of them on all."""
@@ -104,14 +95,6 @@ class World:
                 f"rank {self.rank} cannot reach its peers: another rank has ended, or the network has "
                 f"({str(error).splitlines()[0][:200]})."
             ) from error
-
-
-def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """An action's result, or what went wrong."""
-    try:
-        return action(), None
-    except Exception as error:  # whatever it is, the other ranks must hear of it
-        return None, error
 
 
 @contextmanager
@@ -161,11 +144,3 @@ def _torchrun_variables(info: RankInfo) -> Mapping[str, str]:
         "MASTER_ADDR": info.address,
         "MASTER_PORT": str(info.port),
     }
-
-
-def _explain(error: Exception) -> str:
-    return str(error) if isinstance(error, OkTopkError) else f"{type(error).__name__}: {error}"
-
-
-def _message(value: Any) -> Tensor:
-    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
