@@ -16,6 +16,7 @@ from oktopk.kernels import cpu_sparse as sparse
 from oktopk.kernels.cpu_simd import LINE_BYTES, WORD
 from oktopk.kernels.cpu_team import Team
 from oktopk.kernels.reference import ReferenceKernels
+from oktopk.kernels.tensors import UNKNOWN, is_same, require_same_size, require_whole, version, written
 from oktopk.types import Difference, Source, SparseVector, index_dtype
 
 SAMPLE = 1 << 15  # entries that tell a threshold; more = fewer candidates, slower sample
@@ -28,7 +29,6 @@ CHUNK = 1 << 17  # entries of a float16 or bfloat16 gradient converted at a time
 
 _BITS = {2: (torch.int16, np.uint16), 4: (torch.int32, np.uint32), 8: (torch.int64, np.uint64)}
 _NEVER = np.uint64(2**64 - 1)  # a key that none reaches
-_UNKNOWN = -1  # version of a tensor whose writes torch does not count
 _FLOATS = (torch.float32, torch.float64)  # what the loops calculate in
 
 
@@ -58,8 +58,8 @@ class CpuKernels(ReferenceKernels):
     def accumulate_(self, residual: Tensor, grad: Tensor, k: int = 0) -> float:
         if residual.dtype not in _FLOATS or not residual.is_contiguous():
             return super().accumulate_(residual, grad, k)
-        _require_same_size(residual, grad)
-        _written(residual)
+        require_same_size(residual, grad)
+        written(residual)
         if grad.dtype != residual.dtype:
             return self._accumulate_converted_(residual, grad)
         if k > 0:
@@ -71,7 +71,7 @@ class CpuKernels(ReferenceKernels):
         plain = all(x.dtype == residual.dtype and x.is_contiguous() for x in (out, *pieces))
         if residual.dtype not in _FLOATS or not residual.is_contiguous() or not plain:
             return super().add(out, residual, pieces, k)
-        _written(out)
+        written(out)
         return self._scan_and_remember(_Sum.of(out, residual, pieces), max(1, k))
 
     def scan(self, difference: Difference, k: int = 0) -> float:
@@ -133,13 +133,13 @@ class CpuKernels(ReferenceKernels):
         if len(vectors) == 1:
             return vectors[0]
         for vector in vectors:
-            _require_same_size(vector.indices, vector.values)
+            require_same_size(vector.indices, vector.values)
         indices = [vector.indices.contiguous() for vector in vectors]
         values = [vector.values.contiguous() for vector in vectors]
         return self._sum(indices, values, vectors[0].numel)
 
     def common(self, vector: SparseVector, indices: Tensor) -> SparseVector:
-        _require_same_size(vector.indices, vector.values)
+        require_same_size(vector.indices, vector.values)
         kept, bits = self._room_for(vector)
         count = sparse.common(_numpy(vector.indices), _bits(vector.values), _numpy(indices), kept, bits)
         return _vector(vector, kept[:count], bits[:count])
@@ -147,7 +147,7 @@ class CpuKernels(ReferenceKernels):
     def above(self, vector: SparseVector, threshold: float, lower: float = 0.0, ties: int = 0) -> SparseVector:
         if vector.values.dtype != torch.float32:
             return super().above(vector, threshold, lower, ties)
-        _require_same_size(vector.indices, vector.values)
+        require_same_size(vector.indices, vector.values)
         kept, bits = self._room_for(vector)
         sure, low = _key(threshold, torch.float32), _key(lower, torch.float32)
         count = sparse.keep_at_least(_numpy(vector.indices), _bits(vector.values), sure, low, ties, kept, bits)
@@ -156,8 +156,8 @@ class CpuKernels(ReferenceKernels):
     def retain_(self, residual: Tensor, sent: SparseVector) -> float:
         if residual.dtype not in _FLOATS or not residual.is_contiguous():
             return super().retain_(residual, sent)
-        _require_same_size(sent.indices, sent.values)
-        _written(residual)
+        require_same_size(sent.indices, sent.values)
+        written(residual)
         change = sparse.subtract_at(_numpy(residual), _numpy(sent.indices), _numpy(sent.values))
         if np.isnan(change):
             raise IndexError(f"sent names entries outside of a residual of {residual.numel()}.")
@@ -167,10 +167,10 @@ class CpuKernels(ReferenceKernels):
         if not _is_plain(difference) or {mean.values.dtype, sent.values.dtype} != {difference.dtype}:
             return super().move_(difference, mean, sent)
         for vector in (mean, sent):
-            _require_same_size(vector.indices, vector.values)
+            require_same_size(vector.indices, vector.values)
         terms = _Subtraction.of(difference).terms
-        for written in (difference.shared, *difference.own):
-            _written(written)
+        for changed in (difference.shared, *difference.own):
+            written(changed)
         indices, values = _numpy(sent.indices), _numpy(sent.values)
         placed, taken, change = sparse.move(*terms, _numpy(mean.indices), _numpy(mean.values), indices, values)
         rest = sparse.take_from_difference(*terms, indices[taken:], values[taken:])
@@ -181,9 +181,9 @@ class CpuKernels(ReferenceKernels):
     def fill_(self, pieces: Sequence[Tensor], vector: SparseVector, scale: float = 1.0) -> None:
         if not all(piece.is_contiguous() and piece.dtype == pieces[0].dtype for piece in pieces):
             return super().fill_(pieces, vector, scale)
-        _require_same_size(vector.indices, vector.values)
+        require_same_size(vector.indices, vector.values)
         for piece in pieces:
-            _written(piece)
+            written(piece)
         table = _Pieces.of(pieces)
         values = (vector.values if scale == 1.0 else vector.values * scale).to(pieces[0].dtype)
         placed = sparse.fill(table.addresses, table.ends, _numpy(vector.indices), _bits(values))
@@ -236,14 +236,14 @@ class CpuKernels(ReferenceKernels):
 
         energies, counts, complete = zip(*self._team.each(stretches, scan), strict=True)
         count = _close_up(indices, values, room, counts)
-        candidates = _Candidates(low, indices, values, count, k, source, _version(source)) if all(complete) else None
+        candidates = _Candidates(low, indices, values, count, k, source, version(source)) if all(complete) else None
         return float(sum(energies)), candidates
 
     def _scan_alone(self, entries: _Entries, k: int, low: int) -> tuple[float, _Candidates]:
         source = entries.source
         indices, values = self._room(source, _capacity(k, source.numel()))
         energy, count = entries.scan_largest(np.uint64(low), k, indices, values, self._counters)
-        return float(energy), _Candidates(low, indices, values, count, k, source, _version(source))
+        return float(energy), _Candidates(low, indices, values, count, k, source, version(source))
 
     def _keep(self, candidates: _Candidates, k: int) -> tuple[SparseVector, float]:
         k = min(k, candidates.count)
@@ -307,8 +307,7 @@ class _Pieces:
     def making_up(cls, whole: Tensor, pieces: Sequence[Tensor]) -> _Pieces:
         """Of pieces that must be as long as `whole` together."""
         table = cls.of(pieces)
-        if table.ends[-1] != whole.numel():
-            raise IndexError(f"pieces of {table.ends[-1]} entries do not make up a vector of {whole.numel()}.")
+        require_whole(int(table.ends[-1]), whole)
         return table
 
 
@@ -365,7 +364,7 @@ class _Sum:
 
     @classmethod
     def of(cls, out: Tensor, residual: Tensor, pieces: Sequence[Tensor]) -> _Sum:
-        _require_same_size(out, residual)
+        require_same_size(out, residual)
         past = out.data_ptr() != residual.data_ptr() and out.data_ptr() % LINE_BYTES == 0
         return cls(out, _numpy(out), _numpy(residual), _Pieces.making_up(residual, pieces), past)
 
@@ -430,7 +429,7 @@ class _Candidates:
 
     def serve(self, x: Source, k: int) -> bool:
         """Whether these are candidates for the k largest of x as it is now."""
-        return _same(x, self.source) and k <= self.k and _version(x) == self.version != _UNKNOWN
+        return is_same(x, self.source) and k <= self.k and version(x) == self.version != UNKNOWN
 
 
 def _capacity(k: int, numel: int) -> int:
@@ -457,13 +456,6 @@ def _bits(x: Tensor) -> np.ndarray:
     return x.detach().contiguous().view(signed).numpy().view(unsigned)
 
 
-def _same(a: Source, b: Source) -> bool:
-    """Whether two sources are one vector in memory."""
-    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
-        return a is b
-    return (a.data_ptr(), a.numel(), a.dtype) == (b.data_ptr(), b.numel(), b.dtype)
-
-
 def _is_plain(difference: Difference) -> bool:
     """Whether the loops can work on it."""
     vectors = (difference.shared, *difference.own)
@@ -488,20 +480,3 @@ def _key(threshold: float, dtype: torch.dtype) -> np.uint64:
 
 def _magnitude_of(key: int, dtype: torch.dtype) -> float:
     return float(torch.tensor([key], dtype=_BITS[dtype.itemsize][0]).view(dtype)[0])
-
-
-def _require_same_size(a: Tensor, b: Tensor) -> None:
-    if a.numel() != b.numel():
-        raise IndexError(f"expected two tensors of one size, got {a.numel()} and {b.numel()} entries.")
-
-
-def _version(x: Source) -> int:
-    """Counts the writes to x."""
-    vectors = (x,) if isinstance(x, Tensor) else (x.shared, *x.own)
-    return _UNKNOWN if any(vector.is_inference() for vector in vectors) else sum(v._version for v in vectors)
-
-
-def _written(x: Tensor) -> None:
-    """Tell torch about a write it does not see: autograd and `_Candidates` count on it."""
-    if not x.is_inference():
-        torch.autograd.graph.increment_version(x)
