@@ -8,7 +8,7 @@ comma := ,
 space := $(subst ,, )
 CORE_ROOMS := types errors config metrics schedule reducer checkpoint
 CORE := $(subst $(space),$(comma),$(CORE_ROOMS:%=src/oktopk/%.py) $(patsubst %,src/oktopk/%/*,algorithms primitives reduction wire transport) src/oktopk/kernels/reference.py)
-EXTRAS := trainer,speech,bert,integrations,docs,dev
+EXTRAS := trainer,speech,bert,integrations,gpu,docs,dev
 
 .PHONY: setup demo test test-slow check bench docs results clean
 
