@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from oktopk.cli.console import bytes_text, console, duration_text, facts
+from oktopk.metrics import StepRecord
 from oktopk.training.environment import world_rank
 from oktopk.training.journal import EpochEntry
 from oktopk.training.observer import Observer, Start, Step, Summary
@@ -65,9 +66,10 @@ class LineObserver(QuietObserver):
 
     def step(self, step: Step) -> None:
         self.done = step.step
-        self.saved_bytes += step.reduce.dense_bytes - step.reduce.bytes_sent
-        if step.reduce.phase != self.phase:
-            self._announce_phase(step)
+        if step.reduce is not None:
+            self.saved_bytes += step.reduce.dense_bytes - step.reduce.bytes_sent
+            if step.reduce.phase != self.phase:
+                self._announce_phase(step, step.reduce)
         if perf_counter() - self._said_at > _LINE_SECONDS:
             self.say(
                 f"epoch {step.epoch} step {step.batch}/{self.start.steps_per_epoch} loss {step.loss:.3f} | "
@@ -98,12 +100,12 @@ class LineObserver(QuietObserver):
         """Seconds to go, if it goes on like this."""
         return (self.start.epochs * self.start.steps_per_epoch - self.done) / max(1e-9, self.rate())
 
-    def _announce_phase(self, step: Step) -> None:
-        if step.reduce.phase == "sparse":
-            self.say(f"sparse from step {step.step - 1} on: density {step.reduce.k / step.reduce.numel:.3g}")
+    def _announce_phase(self, step: Step, record: StepRecord) -> None:
+        if record.phase == "sparse":
+            self.say(f"sparse from step {step.step - 1} on: density {record.k / record.numel:.3g}")
         elif self.start.density is not None:
             self.say(f"dense warm-up until step {self.start.warmup_steps}")
-        self.phase = step.reduce.phase
+        self.phase = record.phase
 
 
 class BarObserver(LineObserver):
@@ -163,6 +165,8 @@ def beginning(start: Start) -> str:
 
 
 def phase_text(step: Step) -> str:
+    if step.reduce is None:
+        return "local"
     if step.reduce.phase == "dense":
         return "dense"
     return f"sparse {step.reduce.selected_global / max(1, step.reduce.numel):.3g}"
@@ -199,6 +203,8 @@ def summary_row(summary: Summary) -> dict[str, object]:
     """What there is to say about a run; what has no data is left out."""
     row: dict[str, object] = {"epochs": summary.epochs, "dense steps": summary.dense_steps}
     row["sparse steps"] = summary.sparse_steps
+    if summary.local_steps:
+        row["steps without sending"] = summary.local_steps
     if summary.train_loss is not None:
         row["train loss"] = summary.train_loss
     row |= {f"validation {name}": value for name, value in (summary.validation or {}).items()}

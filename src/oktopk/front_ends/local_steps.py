@@ -207,14 +207,14 @@ class LocalSteps:
 
     def _reduce(self, dense: bool) -> None:
         self._complete()
-        terms = describe(self._optimizer)
+        terms, step = describe(self._optimizer), max(0, self.step - 1)
         pipeline = self.reducer._pipeline
         for vector in self._vectors:
             own = vector.own()
-            request = Request(step=self.step, terms=terms, dense=dense or vector.dense)
+            request = Request(step=step, terms=terms, dense=dense or vector.dense)
             if self._updates.deferred:
                 only_some = pipeline.asks == "largest" and not request.dense
-                self._updates.choose(own, pipeline.k_at(self.step, own.numel) if only_some else 0)
+                self._updates.choose(own, pipeline.k_at(step, own.numel) if only_some else 0)
             self._under_way.append(self.reducer._submit(own, request))
         if not self._updates.deferred:
             self._complete()

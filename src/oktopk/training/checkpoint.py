@@ -19,9 +19,8 @@ from typing import Any
 
 import torch
 
-from oktopk.checkpoint import save
+from oktopk.checkpoint import Saveable, save
 from oktopk.errors import CheckpointError
-from oktopk.reducer import Reducer
 from oktopk.training.run_directory import read_json, write_json
 from oktopk.training.world import World
 
@@ -65,7 +64,7 @@ class Checkpoints:
         meta: Mapping[str, Any],
         shared: Mapping[str, Any],
         mine: Mapping[str, Any],
-        reducer: Reducer,
+        reducer: Saveable,
         best: bool,
     ) -> Path:
         """Write a checkpoint beside the others, then make it the last (and the best) one."""

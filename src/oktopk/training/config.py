@@ -16,6 +16,7 @@ from oktopk.workloads.base import Recipe
 
 _BUCKET_MB, _BUCKET_MB_WITHOUT_OVERLAP = 25.0, 256.0
 Optimizer = Literal["sgd", "adamw", "lamb"]
+UPDATE_DENSITY = 0.05  # unless the user says otherwise
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,9 @@ class TrainConfig:
     density: float | None = None  # fraction of the gradient each worker sends; smaller = less traffic, later updates
     density_schedule: Mapping[int, float] = field(default_factory=dict)  # {step: density from that step on}; from 0
     warmup_steps: int | None = None  # dense steps before sparse ones
-    wire: str = (
-        "float32"  # how values travel: float32, float16, bfloat16, int8, int4, codebook2; narrower = less traffic
-    )
+    reduce: Literal["gradients", "updates"] = "gradients"  # updates: each worker steps by itself, changes are summed
+    every: int | Literal["auto"] = 1  # steps between synchronisations of updates; auto: a tenth of the time
+    wire: str | None = None  # float32, float16, bfloat16, int8, int4, codebook2; None: float32, for updates int8
     min_numel: int = 1024  # parameters smaller than this go dense
     bucket_mb: float | None = None  # gradient reduced at once; larger = fewer messages, less overlap; None: 25, or 256
     # with norm_clip, which must know the whole gradient before any of it is sent
@@ -99,11 +100,28 @@ class TrainConfig:
         if self.analyze_every and self.norm_clip_after:
             raise ConfigError("analyze_every looks at means as they were reduced, and norm_clip_after changes them.")
 
-    def recipe(self, base: Recipe) -> Recipe:
+    def _check_updates(self) -> None:
+        if self.every != "auto" and self.every < 1:
+            raise ConfigError(f"every must be 1 or more steps, or auto, got {self.every}.")
+        for name in ("momentum_correction", "fold_learning_rate", "norm_clip_after", "analyze_every"):
+            if getattr(self, name):
+                flag = name.replace("_", "-")
+                raise ConfigError(f"--{flag} is about gradients on their way, and with --reduce updates none travel.")
+
+    @property
+    def wire_format(self) -> str:
+        return self.wire or ("int8" if self.reduce == "updates" else "float32")
+
+    def recipe(self, base: Recipe, world_size: int = 1) -> Recipe:
         """The preset's recipe with what the user said in its place.
 
-        In a run of fewer epochs the dense warm-up is shorter too: it would else be all there is.
+        In a run of fewer epochs the dense warm-up is shorter too: it would else be all there is. Updates need none; and
+        under AdamW they want a rate that is larger by the root of the number of ranks, whose gradients are noisier
+        than their mean.
         """
+        if self.reduce == "updates":
+            rate = base.lr * world_size**0.5 if (self.optimizer or base.optimizer) == "adamw" else base.lr
+            base = replace(base, density=UPDATE_DENSITY, warmup_steps=0, lr=rate)
         said = {f.name: getattr(self, f.name) for f in fields(Recipe) if getattr(self, f.name) is not None}
         if said.get("norm_clip") == 0:
             said["norm_clip"] = None
@@ -119,7 +137,11 @@ class TrainConfig:
 
     def resolved(self, recipe: Recipe) -> TrainConfig:
         """The same configuration with every value that the recipe decides written out."""
-        decided = {"norm_clip": recipe.norm_clip or 0.0, "bucket_mb": self.bucket_mb_for(recipe)}
+        decided = {
+            "norm_clip": recipe.norm_clip or 0.0,
+            "bucket_mb": self.bucket_mb_for(recipe),
+            "wire": self.wire_format,
+        }
         return replace(self, **asdict(recipe) | decided)
 
     def to_json(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import resource
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
@@ -30,11 +30,11 @@ class StepEntry:
     wall_seconds: float  # since the start of the run, over all its resumptions
     memory_bytes: int  # peak resident memory of rank 0
     seconds: Mapping[str, float]
-    reduce: StepRecord
+    reduce: StepRecord | None  # None: nothing was sent, as between synchronisations of updates
 
     def to_json(self) -> dict[str, Any]:
-        seconds = {name: self.seconds.get(name, 0.0) for name in LOOP_PHASES} | dict(self.reduce.seconds)
-        return {
+        seconds = {name: self.seconds.get(name, 0.0) for name in LOOP_PHASES}
+        row = {
             "step": self.step,
             "epoch": self.epoch,
             "loss": self.loss,
@@ -42,13 +42,16 @@ class StepEntry:
             "wall_seconds": self.wall_seconds,
             "memory_bytes": self.memory_bytes,
             "seconds": seconds,
-            "reduce": self.reduce.to_json(),
         }
+        if self.reduce is None:
+            return row
+        return row | {"seconds": seconds | dict(self.reduce.seconds), "reduce": self.reduce.to_json()}
 
     @staticmethod
     def from_json(row: Mapping[str, Any]) -> StepEntry:
         # A loss that was not finite is absent from the file.
-        return StepEntry(**{"loss": float("nan"), **row, "reduce": StepRecord.from_json(row["reduce"])})
+        reduce = StepRecord.from_json(row["reduce"]) if "reduce" in row else None
+        return StepEntry(**{"loss": float("nan"), **row, "reduce": reduce})
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,7 @@ class EpochEntry:
     dense_steps: int
     sparse_steps: int
     skipped_steps: int
+    local_steps: int = field(default=0, kw_only=True)  # in which nothing was sent
     seconds: float
     wall_seconds: float
     train_loss: float | None = None
@@ -109,14 +113,14 @@ class Journal:
         """All steps since the last call, with the loss averaged over ranks. Every rank calls this together."""
         noted, self._noted = self._noted, []
         records = _by_step(self.sink.drain())
-        entries = [StepEntry(**values, reduce=records[values["step"]]) for values in noted]
+        entries = [StepEntry(**values, reduce=records.get(values["step"])) for values in noted]
         totals = world.total([entry.loss for entry in entries]) if entries else []
         return [replace(e, loss=total / world.world_size) for e, total in zip(entries, totals, strict=True)]
 
 
 def summarize_epoch(epoch: int, entries: Sequence[StepEntry], seconds: float, wall_seconds: float) -> EpochEntry:
     """The epoch's numbers from those of its steps; dense steps count with everything they sent."""
-    records = [entry.reduce for entry in entries]
+    records = [entry.reduce for entry in entries if entry.reduce is not None]
     sparse = [record for record in records if record.phase == "sparse"]
     return EpochEntry(
         epoch=epoch,
@@ -124,12 +128,13 @@ def summarize_epoch(epoch: int, entries: Sequence[StepEntry], seconds: float, wa
         dense_steps=len(records) - len(sparse),
         sparse_steps=len(sparse),
         skipped_steps=sum(record.skipped for record in records),
+        local_steps=len(entries) - len(records),
         seconds=seconds,
         wall_seconds=wall_seconds,
         train_loss=mean([entry.loss for entry in entries if entry.loss == entry.loss]),
         sparsity=mean([record.sparsity for record in sparse]),
         compression_ratio=mean([record.compression_ratio for record in sparse]),
-        bytes_per_step=mean([record.bytes_sent for record in records]),
+        bytes_per_step=sum(record.bytes_sent for record in records) / len(entries) if entries else None,
         sparse_bytes_per_step=mean([record.bytes_sent for record in sparse]),
         dense_bytes_per_step=mean([record.dense_bytes for record in records]),
     )
@@ -147,7 +152,14 @@ def peak_memory() -> int:
 
 def _by_step(records: Sequence[StepRecord]) -> dict[int, StepRecord]:
     """All buckets of each step as one record."""
-    buckets: dict[int, list[StepRecord]] = {}
+    buckets: dict[int, dict[str, StepRecord]] = {}
     for record in records:
-        buckets.setdefault(record.step, []).append(record)
-    return {step: merge(parts) for step, parts in buckets.items()}
+        known = buckets.setdefault(record.step, {})
+        known[record.bucket] = _also_sent(known[record.bucket], record) if record.bucket in known else record
+    return {step: merge(list(parts.values())) for step, parts in buckets.items()}
+
+
+def _also_sent(first: StepRecord, more: StepRecord) -> StepRecord:
+    """A bucket that was reduced twice in one step: the final mean of updates follows their last synchronisation."""
+    names = ("bytes_sent", "bytes_received", "messages")
+    return replace(first, **{name: getattr(first, name) + getattr(more, name) for name in names})

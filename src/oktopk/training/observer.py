@@ -40,7 +40,7 @@ class Step:
     batch: int  # optimizer steps done in this epoch
     loss: float  # of rank 0
     lr: float
-    reduce: StepRecord
+    reduce: StepRecord | None  # None: nothing was sent
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,7 @@ class Summary:
     epochs: int
     dense_steps: int
     sparse_steps: int
+    local_steps: int  # in which nothing was sent
     wall_seconds: float
     bytes_sent: int  # by rank 0
     dense_bytes: int  # what dense all-reduces would have sent

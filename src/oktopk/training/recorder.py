@@ -28,7 +28,7 @@ class Recorder:
         self._world, self._journal = world, journal
         self._trackers: list[Tracker] = []
         self._entries: list[StepEntry] = []  # of the epoch under way
-        self._steps = self._sparse_steps = self._bytes_sent = self._dense_bytes = 0
+        self._steps = self._sparse_steps = self._local_steps = self._bytes_sent = self._dense_bytes = 0
         self._train_loss: float | None = None
         self._validation: Mapping[str, float] | None = None
 
@@ -47,7 +47,8 @@ class Recorder:
         self._as_first(lambda: self._directory.append_steps([entry.to_json() for entry in entries]))
         for entry in entries:
             self._track({"train/loss": entry.loss, "train/lr": entry.lr}, entry.step)
-            self._track({f"reduce/{name}": getattr(entry.reduce, name) for name in _TRACKED}, entry.step)
+            if entry.reduce is not None:
+                self._track({f"reduce/{name}": getattr(entry.reduce, name) for name in _TRACKED}, entry.step)
 
     def end_epoch(self, at: Position) -> EpochEntry:
         """The numbers of the epoch under way."""
@@ -69,7 +70,8 @@ class Recorder:
         """Write the summary; every rank gets that of rank 0."""
         summary = Summary(
             run=self._directory.path, steps=self._steps, epochs=at.epoch, wall_seconds=at.wall_seconds,
-            dense_steps=self._steps - self._sparse_steps, sparse_steps=self._sparse_steps,
+            dense_steps=self._steps - self._sparse_steps - self._local_steps, sparse_steps=self._sparse_steps,
+            local_steps=self._local_steps,
             bytes_sent=self._bytes_sent, dense_bytes=self._dense_bytes, train_loss=self._train_loss,
             validation=self._validation, metric=metric.name, best=at.best, stopped_by=stopped_by, notice=notice,
         )  # fmt: skip
@@ -104,10 +106,14 @@ class Recorder:
         self._validation = next((row["validation"] for row in reversed(epochs) if "validation" in row), None)
 
     def _count(self, entries: list[StepEntry]) -> None:
+        records = [entry.reduce for entry in entries if entry.reduce is not None]
         self._steps += len(entries)
-        self._sparse_steps += sum(entry.reduce.phase == "sparse" for entry in entries)
-        self._bytes_sent += sum(entry.reduce.bytes_sent for entry in entries)
-        self._dense_bytes += sum(entry.reduce.dense_bytes for entry in entries)
+        self._local_steps += len(entries) - len(records)
+        self._sparse_steps += sum(record.phase == "sparse" for record in records)
+        self._bytes_sent += sum(record.bytes_sent for record in records)
+        # A dense training sends as much in steps in which this one sends nothing.
+        per_step = max((record.dense_bytes for record in records), default=self._dense_bytes // max(1, self._steps))
+        self._dense_bytes += sum(entry.reduce.dense_bytes if entry.reduce else per_step for entry in entries)
 
     def _track(self, values: Mapping[str, float | None], step: int) -> None:
         known = {name: value for name, value in values.items() if value is not None and math.isfinite(value)}

@@ -10,9 +10,9 @@ from typing import Any
 from torch import nn
 
 from oktopk.checkpoint import load
-from oktopk.front_ends.optimizer import DistributedOptimizer
 from oktopk.training.checkpoint import Checkpoints, Position, require_model
 from oktopk.training.randomness import random_state, restore_random_state, seed_rank
+from oktopk.training.synchronisation import Synchronisation
 from oktopk.training.world import World
 from oktopk.workloads.base import Workload
 
@@ -22,7 +22,7 @@ class State:
     """The parts of a run on one rank. All ranks save and restore together."""
 
     model: nn.Module
-    optimizer: DistributedOptimizer
+    optimizer: Synchronisation
     workload: Workload
     world: World
     batches_per_epoch: int
@@ -35,14 +35,19 @@ class State:
             "algorithm": self.optimizer.reducer.algorithm,
             "batches_per_epoch": self.batches_per_epoch,
         }
-        shared = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        shared = {"model": self._shared_model(), "optimizer": self.optimizer.shared_state()}
         # Running statistics of normalisation layers differ between ranks inside an epoch.
         mine = {
             "workload": self.workload.state_dict(),
             "buffers": dict(self.model.named_buffers()),
             "random": random_state(),
         }
-        return checkpoints.save(at, meta, shared, mine, self.optimizer.reducer, is_best)
+        return checkpoints.save(at, meta, shared, mine, self.optimizer.saveable, is_best)
+
+    def _shared_model(self) -> dict[str, Any]:
+        """A copy of the weights that all ranks have in common."""
+        with self.optimizer.shared():
+            return {name: value.clone() for name, value in self.model.state_dict().items()}
 
     def restore(self, checkpoints: Checkpoints, path: Path, seed: int) -> Position:
         """Take everything from a checkpoint; how far the run had come."""
@@ -51,8 +56,8 @@ class State:
         self.model.load_state_dict(dict(saved.shared["model"]))
         for name, buffer in self.model.named_buffers():
             buffer.copy_(saved.mine["buffers"][name])
-        self.optimizer.load_state_dict(dict(saved.shared["optimizer"]))
-        load(self.optimizer.reducer, path / "reducer")
+        self.optimizer.load_shared_state(saved.shared["optimizer"])
+        load(self.optimizer.saveable, path / "reducer")
         if saved.meta["world_size"] != self.world.world_size:
             return self._in_another_world(saved.position, saved.meta, seed)
         self.workload.load_state_dict(saved.mine["workload"])

@@ -15,7 +15,7 @@ import torch
 
 from oktopk.errors import ConfigError, DataError
 from oktopk.front_ends.clipping import NormClip
-from oktopk.front_ends.optimizer import DistributedOptimizer
+from oktopk.metrics import StepRecord
 from oktopk.training.algorithms import has_sparse_steps
 from oktopk.training.analysis import Analyzer
 from oktopk.training.checkpoint import Checkpoints, Position, find_checkpoint
@@ -30,6 +30,7 @@ from oktopk.training.randomness import seed_all, seed_rank
 from oktopk.training.recorder import Recorder
 from oktopk.training.run_directory import RunDirectory, write_json
 from oktopk.training.state import State
+from oktopk.training.synchronisation import make_synchronisation
 from oktopk.training.values import as_fields
 from oktopk.training.workload import make_workload
 from oktopk.training.world import World
@@ -78,13 +79,14 @@ class Trainer:
 
     def __init__(self, config: TrainConfig, workload: Workload, world: World, observer: Observer) -> None:
         self.config, self.workload, self.world, self.observer = config, workload, world, observer
-        self.recipe = config.recipe(workload.recipe)
+        self.recipe = config.recipe(workload.recipe, world.world_size)
         self.model = workload.model()
         self.batches_per_epoch = world.together(lambda: workload.steps_per_epoch(world.world_size))
         self.steps_per_epoch = -(-self.batches_per_epoch // config.accumulate)
         self.journal, self.stopwatch = Journal(), Stopwatch()
         self.recorder = Recorder(world, self.journal)
-        self.optimizer = self._make_optimizer()  # every rank starts from the weights of rank 0
+        optimizer = make_optimizer(self.recipe, self.model.parameters())
+        self.optimizer = make_synchronisation(config, self.recipe, optimizer, self.model, self.journal.sink)
         self.reducer = self.optimizer.reducer
         self.analyzer = Analyzer(world, self.model)
         self.state = State(self.model, self.optimizer, workload, world, self.batches_per_epoch)
@@ -143,9 +145,12 @@ class Trainer:
         self._save()
 
     def _end_epoch(self) -> None:
+        if self.at.epoch + 1 >= self.recipe.epochs:
+            self.optimizer.finish()
         self.recorder.drain()
-        # Running statistics of normalisation layers are local; from here on they are everyone's.
-        self.world.average_([buffer for buffer in self.model.buffers() if buffer.is_floating_point()])
+        if self.config.reduce == "gradients":
+            # Running statistics of normalisation layers are local; from here on they are everyone's.
+            self.world.average_([buffer for buffer in self.model.buffers() if buffer.is_floating_point()])
         self._tick()
         entry = self.recorder.end_epoch(self.at)
         validation, is_best = self._validate() if self._is_validation_due() else (None, False)
@@ -167,8 +172,7 @@ class Trainer:
         self.reducer.notify(interrupts.received)
         loss = self._reduce(batches, micro_batches, lr)
         with self.stopwatch.phase("optimizer"):
-            if not self.reducer.last_step.skipped:
-                self.optimizer.step()
+            self.optimizer.step()
         self._note(loss, lr, micro_batches)
         return self.reducer.notified
 
@@ -236,7 +240,13 @@ class Trainer:
         )
         self.at = replace(self.at, step=self.at.step + 1, batch=self.at.batch + micro_batches)
         done = -(-self.at.batch // self.config.accumulate)
-        self.observer.step(Step(self.at.step, self.at.epoch, done, loss, lr, self.reducer.last_step))
+        self.observer.step(Step(self.at.step, self.at.epoch, done, loss, lr, self._record()))
+
+    def _record(self) -> StepRecord | None:
+        """What the reducer did in the step just made, if anything."""
+        if self.reducer.step == 0 or self.reducer.last_step.step != self.at.step - 1:
+            return None
+        return self.reducer.last_step
 
     # -- validation ----------------------------------------------------------------------------------------------
 
@@ -248,7 +258,8 @@ class Trainer:
     def _validate(self) -> tuple[Mapping[str, float], bool]:
         """The numbers of all ranks' shares together, and whether they are the best so far."""
         self.observer.validating(self.at.epoch)
-        numbers = validate(self.model, self.workload, self.world)
+        with self.optimizer.shared():
+            numbers = validate(self.model, self.workload, self.world)
         value = numbers.get(self.workload.metric.name)
         is_best = value is not None and self._is_better(value)
         best, stale = (value, 0) if is_best else (self.at.best, self.at.stale + 1)
@@ -263,28 +274,6 @@ class Trainer:
         return value < self.at.best if self.workload.metric.lower_is_better else value > self.at.best
 
     # -- beginning, saving, ending -------------------------------------------------------------------------------
-
-    def _make_optimizer(self) -> DistributedOptimizer:
-        config = self.config
-        return DistributedOptimizer(
-            make_optimizer(self.recipe, self.model.parameters()),
-            self.model,
-            config.algorithm,
-            config.density_over_time(self.recipe),
-            warmup_steps=self.recipe.warmup_steps,
-            norm_clip=self.recipe.norm_clip,
-            norm_clip_after=config.norm_clip_after or None,
-            bucket_mb=config.bucket_mb_for(self.recipe),
-            wire=config.wire,
-            metrics=self.journal.sink,
-            min_numel=config.min_numel,
-            on_nonfinite=config.on_nonfinite,
-            momentum_correction=config.momentum_correction,
-            factor_masking=config.factor_masking,
-            fold_learning_rate=config.fold_learning_rate,
-            keep_memory=True,
-            **config.algorithm_options,
-        )
 
     def _open_directory(self) -> RunDirectory:
         if self.config.resume:

@@ -1,0 +1,186 @@
+"""How the ranks of a run stay together: by reducing gradients before a step, or updates after it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import Optimizer
+
+from oktopk.checkpoint import Saveable
+from oktopk.front_ends.local_steps import LocalSteps
+from oktopk.front_ends.optimizer import DistributedOptimizer
+from oktopk.metrics import Sink
+from oktopk.reducer import Reducer
+from oktopk.training.config import TrainConfig
+from oktopk.workloads.base import Recipe
+
+
+class Synchronisation(Protocol):
+    """What the trainer does with gradients, an optimizer and weights."""
+
+    @property
+    def reducer(self) -> Reducer: ...
+
+    @property
+    def saveable(self) -> Saveable:
+        """What `oktopk.save` and `load` write and read."""
+        ...
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]: ...
+
+    def zero_grad(self) -> None: ...
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backward passes in this context only accumulate."""
+        ...
+
+    def synchronize(self) -> None:
+        """Gradients are complete: bring them together, if it is gradients that are reduced."""
+        ...
+
+    def step(self) -> None:
+        """Step the optimizer, unless this step is to be skipped; bring updates together, if they are due."""
+        ...
+
+    def shared(self) -> AbstractContextManager[None]:
+        """Inside, the model holds the weights that all ranks have in common."""
+        ...
+
+    def finish(self) -> None:
+        """The last step is done: all ranks end with the same weights."""
+        ...
+
+    def shared_state(self) -> Mapping[str, Any]:
+        """The optimizer's state, if all ranks have the same."""
+        ...
+
+    def load_shared_state(self, state: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class ReduceGradients:
+    """Every rank takes the same step on the mean of all gradients."""
+
+    def __init__(self, config: TrainConfig, recipe: Recipe, optimizer: Optimizer, model: nn.Module, sink: Sink) -> None:
+        self._optimizer = DistributedOptimizer(
+            optimizer,
+            model,
+            config.algorithm,
+            config.density_over_time(recipe),
+            warmup_steps=recipe.warmup_steps,
+            norm_clip=recipe.norm_clip or None,
+            norm_clip_after=config.norm_clip_after or None,
+            bucket_mb=config.bucket_mb_for(recipe),
+            wire=config.wire_format,
+            metrics=sink,
+            min_numel=config.min_numel,
+            on_nonfinite=config.on_nonfinite,
+            momentum_correction=config.momentum_correction,
+            factor_masking=config.factor_masking,
+            fold_learning_rate=config.fold_learning_rate,
+            keep_memory=True,
+            **config.algorithm_options,
+        )
+        self.reducer: Reducer = self._optimizer.reducer
+        self.saveable: Saveable = self.reducer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self._optimizer.param_groups
+
+    def zero_grad(self) -> None:
+        self._optimizer.zero_grad()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self._optimizer.no_sync()
+
+    def synchronize(self) -> None:
+        self._optimizer.synchronize()
+
+    def step(self) -> None:
+        if not self.reducer.last_step.skipped:
+            self._optimizer.step()
+
+    def shared(self) -> AbstractContextManager[None]:
+        return nullcontext()  # weights are the same everywhere
+
+    def finish(self) -> None:
+        """There is nothing left to do: every step ended with the same weights."""
+
+    def shared_state(self) -> Mapping[str, Any]:
+        return self._optimizer.state_dict()
+
+    def load_shared_state(self, state: Mapping[str, Any]) -> None:
+        self._optimizer.load_state_dict(dict(state))
+
+    def close(self) -> None:
+        self._optimizer.close()
+
+
+class ReduceUpdates:
+    """Every rank takes its own steps on its own gradients, and the change of weights is reduced."""
+
+    def __init__(self, config: TrainConfig, recipe: Recipe, optimizer: Optimizer, model: nn.Module, sink: Sink) -> None:
+        self._optimizer, self._model, self._norm_clip = optimizer, model, recipe.norm_clip
+        self._handle = LocalSteps(
+            model,
+            optimizer,
+            config.density_over_time(recipe),
+            config.wire_format,
+            config.every,
+            algorithm=config.algorithm,
+            warmup_steps=recipe.warmup_steps,
+            metrics=sink,
+            min_numel=config.min_numel,
+            on_nonfinite=config.on_nonfinite,
+            **config.algorithm_options,
+        )
+        self.reducer: Reducer = self._handle.reducer
+        self.saveable: Saveable = self._handle
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self._optimizer.param_groups
+
+    def zero_grad(self) -> None:
+        self._optimizer.zero_grad()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return nullcontext()  # gradients stay where they are
+
+    def synchronize(self) -> None:
+        """Gradients are this rank's own, and so is their limit."""
+        if self._norm_clip:
+            clip_grad_norm_(self._model.parameters(), self._norm_clip)
+
+    def step(self) -> None:
+        self._optimizer.step()
+
+    def shared(self) -> AbstractContextManager[None]:
+        return self._handle.shared()
+
+    def finish(self) -> None:
+        self._handle.finish()
+
+    def shared_state(self) -> Mapping[str, Any]:
+        return {}  # every rank's optimizer is its own, and saved with its weights
+
+    def load_shared_state(self, state: Mapping[str, Any]) -> None:
+        """See `shared_state`."""
+
+    def close(self) -> None:
+        self._handle.close()
+
+
+def make_synchronisation(
+    config: TrainConfig, recipe: Recipe, optimizer: Optimizer, model: nn.Module, sink: Sink
+) -> Synchronisation:
+    """As the configuration says; every rank starts from the weights of rank 0."""
+    kind = ReduceUpdates if config.reduce == "updates" else ReduceGradients
+    return kind(config, recipe, optimizer, model, sink)

@@ -1,0 +1,62 @@
+"""`--reduce updates`: trained by steps of each worker's own, validated and saved by what they share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from oktopk.errors import ConfigError
+from oktopk.training.config import TrainConfig
+from oktopk.training.trainer import resumed_config
+from oktopk.workloads.base import Recipe
+from trainings import TOY, changed, final_weights, resume_alone, strict_rows, toy_config, train_alone, train_as_rank
+from trainings import plain_kernels as plain_kernels
+from worlds import run_processes
+
+pytestmark = [pytest.mark.usefixtures("plain_kernels"), pytest.mark.timeout(200)]
+UPDATES: dict[str, Any] = {"reduce": "updates", "every": 3, "optimizer": "adamw", "density": 0.2}
+
+
+def test_a_run_of_two_ranks_resumed_inside_an_interval_ends_with_the_same_weights(tmp_path: Path) -> None:
+    run_processes(2, train_as_rank, toy_config(tmp_path, "whole", epochs=3, **UPDATES), timeout=100)
+    run_processes(2, train_as_rank, toy_config(tmp_path, "cut", epochs=3, max_steps=7, **UPDATES), timeout=100)
+    run_processes(2, train_as_rank, changed(resumed_config(tmp_path / "cut", TOY), max_steps=None), timeout=100)
+    whole, cut = final_weights(tmp_path / "whole"), final_weights(tmp_path / "cut")
+    assert all(torch.equal(whole[name], cut[name]) for name in whole)
+    steps = strict_rows(tmp_path / "cut" / "steps.jsonl")
+    sent = [row["step"] for row in steps if "reduce" in row]
+    assert sent == [*range(2, len(steps), 3), *([len(steps) - 1] if len(steps) % 3 else [])], "and the final mean"
+
+
+def test_alone_a_run_is_what_it_is_without(tmp_path: Path) -> None:
+    train_alone(toy_config(tmp_path, "gradients", epochs=2, optimizer="adamw", algorithm="dense"))
+    train_alone(toy_config(tmp_path, "updates", epochs=2, **UPDATES))
+    one, other = final_weights(tmp_path / "gradients"), final_weights(tmp_path / "updates")
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert resume_alone(tmp_path / "updates", epochs=3).steps > 0
+
+
+def test_updates_want_no_dense_start_and_under_adamw_a_larger_rate() -> None:
+    base = Recipe(optimizer="adamw", lr=0.01, density=0.02, warmup_steps=100)
+    recipe = TrainConfig(reduce="updates").recipe(base, 4)
+    assert (recipe.lr, recipe.density, recipe.warmup_steps) == (0.02, 0.05, 0)
+    assert TrainConfig(reduce="updates", lr=0.5).recipe(base, 4).lr == 0.5
+    assert TrainConfig(reduce="updates", optimizer="lamb").recipe(base, 4).lr == 0.01
+    assert TrainConfig().recipe(base, 4) == base
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"every": 4}, "every is for --reduce updates"),
+        ({"reduce": "updates", "every": 0}, "1 or more"),
+        ({"reduce": "updates", "momentum_correction": 0.9}, "--momentum-correction"),
+        ({"reduce": "updates", "analyze_every": 5}, "--analyze-every"),
+    ],
+)
+def test_what_makes_no_sense_together_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        TrainConfig(**options)
