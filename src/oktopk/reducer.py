@@ -151,6 +151,10 @@ class Reducer:
         """All buckets of the latest step as one record."""
         return self._pipeline.records.last_step
 
+    def record_of(self, step: int) -> StepRecord | None:
+        """`last_step` if that was step number `step`; None if nothing was reduced in it."""
+        return self._pipeline.records.of(step)
+
     @property
     def decisions(self) -> dict[str, Decision]:
         """What `algorithm="auto"` has decided, and why, by the name of a bucket's first parameter."""

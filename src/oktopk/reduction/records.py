@@ -65,6 +65,10 @@ class StepRecords:
             raise OkTopkError("nothing has been reduced yet: last_step exists after the first reduce.")
         return merge(self._latest)
 
+    def of(self, step: int) -> StepRecord | None:
+        """As `last_step`, if that was the latest."""
+        return self.last_step if self._latest and self._latest[0].step == step else None
+
     def _hand_on(self, record: StepRecord) -> None:
         """To the sink. One that fails (a full disk) is dropped: records are not worth a training."""
         if self._sink is None:

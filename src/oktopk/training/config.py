@@ -95,6 +95,10 @@ class TrainConfig:
                 raise ConfigError(f"{name} must be in [0, 1], got {value}: it is a share of lr.")
         if self.beta2 is not None and not 0 <= self.beta2 < 1:
             raise ConfigError(f"beta2 must be in [0, 1), got {self.beta2}: 0.999 remembers about 1,000 steps.")
+        if self.reduce == "updates":
+            self._check_updates()
+        elif self.every != 1:
+            raise ConfigError(f"every is for --reduce updates, got {self.every}: gradients are reduced at every step.")
         if self.bucket_mb is not None and self.bucket_mb <= 0:
             raise ConfigError(f"bucket_mb must be above 0, got {self.bucket_mb}.")
         if self.analyze_every and self.norm_clip_after:

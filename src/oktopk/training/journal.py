@@ -9,7 +9,7 @@ from __future__ import annotations
 import resource
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from time import perf_counter
 from typing import Any
 
@@ -63,9 +63,9 @@ class EpochEntry:
     dense_steps: int
     sparse_steps: int
     skipped_steps: int
-    local_steps: int = field(default=0, kw_only=True)  # in which nothing was sent
     seconds: float
     wall_seconds: float
+    local_steps: int | None = None  # in which nothing was sent, if there were any
     train_loss: float | None = None
     sparsity: float | None = None  # over the sparse steps
     compression_ratio: float | None = None  # over the sparse steps
@@ -128,7 +128,7 @@ def summarize_epoch(epoch: int, entries: Sequence[StepEntry], seconds: float, wa
         dense_steps=len(records) - len(sparse),
         sparse_steps=len(sparse),
         skipped_steps=sum(record.skipped for record in records),
-        local_steps=len(entries) - len(records),
+        local_steps=len(entries) - len(records) or None,
         seconds=seconds,
         wall_seconds=wall_seconds,
         train_loss=mean([entry.loss for entry in entries if entry.loss == entry.loss]),

@@ -15,7 +15,6 @@ import torch
 
 from oktopk.errors import ConfigError, DataError
 from oktopk.front_ends.clipping import NormClip
-from oktopk.metrics import StepRecord
 from oktopk.training.algorithms import has_sparse_steps
 from oktopk.training.analysis import Analyzer
 from oktopk.training.checkpoint import Checkpoints, Position, find_checkpoint
@@ -240,13 +239,8 @@ class Trainer:
         )
         self.at = replace(self.at, step=self.at.step + 1, batch=self.at.batch + micro_batches)
         done = -(-self.at.batch // self.config.accumulate)
-        self.observer.step(Step(self.at.step, self.at.epoch, done, loss, lr, self._record()))
-
-    def _record(self) -> StepRecord | None:
-        """What the reducer did in the step just made, if anything."""
-        if self.reducer.step == 0 or self.reducer.last_step.step != self.at.step - 1:
-            return None
-        return self.reducer.last_step
+        record = self.reducer.record_of(self.at.step - 1)
+        self.observer.step(Step(self.at.step, self.at.epoch, done, loss, lr, record))
 
     # -- validation ----------------------------------------------------------------------------------------------
 
