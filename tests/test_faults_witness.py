@@ -22,6 +22,7 @@ from oktopk.reduction.communication import Agreed, CommunicationThread
 from oktopk.transport import ThreadTransport, ThreadWorld, witness
 from oktopk.transport.addresses import Answer, call_all, listen, watch_all
 from oktopk.transport.base import Fault
+from oktopk.transport.bounded_store import BoundedStore
 from oktopk.transport.witness import HOLDS_SILENT_STORE, LATE, SILENT, VANISHED, Witness
 from worlds import frozen_store
 
@@ -39,7 +40,8 @@ def open_witnesses(world_size: int, stores: list[TCPStore] | None = None) -> lis
     stores = stores or [store.clone() for _ in range(world_size)]
 
     def open_one(rank: int) -> Witness:
-        return Witness(stores[rank], range(world_size), rank, timedelta(seconds=60), store_holder=0)
+        store = BoundedStore(lambda: stores[rank], 60)
+        return Witness(store, range(world_size), rank, timedelta(seconds=60), store_holder=0)
 
     with ThreadPoolExecutor(world_size) as pool:
         made = list(pool.map(open_one, range(world_size)))
@@ -105,11 +107,24 @@ def test_a_lost_store_is_survived(witnesses: list[Witness], monkeypatch: pytest.
         def __getattr__(self, name: str) -> Any:
             raise RuntimeError("connection reset")
 
-    monkeypatch.setattr(witnesses[0], "store", Lost())
+    monkeypatch.setattr(witnesses[0].store, "inner", Lost())
     assert witnesses[0].find() is None and witnesses[0].find_late() is None
     witnesses[0].note(Fault(0, "x"))
     witnesses[2].close()
     assert witnesses[0].find() == Fault(2, VANISHED)
+
+
+def test_the_last_note_is_written_while_the_interpreter_exits(
+    witnesses: list[Witness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python 3.12 starts no thread then, and an exception that ends the process is noted then."""
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    witnesses[1].note(Fault(1, "ValueError: a bug"))
+    assert witnesses[0].find() == Fault(1, "ValueError: a bug")
 
 
 def test_a_store_that_never_answers_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:

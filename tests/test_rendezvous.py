@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from datetime import timedelta
+from threading import Event
 from time import monotonic
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import HashStore, TCPStore
 
 import oktopk
 from oktopk.errors import CommunicationError, PeerError
 from oktopk.transport import rendezvous
-from oktopk.transport.bounded import in_time
+from oktopk.transport.bounded_store import BoundedStore
 from oktopk.transport.links import DUTY
 from oktopk.transport.rendezvous import Rendezvous
 from worlds import frozen_store, run_processes
@@ -29,7 +32,8 @@ def store() -> TCPStore:
 
 
 def meet(store: Any, ranks: Sequence[int], rank: int, word: str, timeout: timedelta = LONG) -> list[str]:
-    return Rendezvous(store.clone(), ranks, rank).meet(word, timeout, DUTY)
+    with closing(BoundedStore(store.clone, 60)) as own:
+        return Rendezvous(own, ranks, rank).meet(word, timeout, DUTY)
 
 
 def test_everyone_gets_everyones_word(store: TCPStore) -> None:
@@ -83,24 +87,32 @@ def test_a_wait_that_is_over_already_does_not_last_for_ever(store: TCPStore) -> 
 def test_a_store_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "_ANSWER_SECONDS", 0.5)
     with frozen_store(clients=1) as ((client,), freeze):
-        meeting = Rendezvous(client, [0, 1], 0)
+        meeting = Rendezvous(BoundedStore(lambda: client, 60), [0, 1], 0)
         freeze()
         with pytest.raises(CommunicationError, match="lost the store"):
             meeting.meet("", SHORT, DUTY)
 
 
-def test_a_call_that_does_not_return_is_an_error_in_time() -> None:
-    from threading import Event
-
-    with pytest.raises(CommunicationError, match=r"no answer in 0\.1 s"):
-        in_time(0.1, Event().wait)
+def test_a_question_without_an_answer_is_an_error_in_time() -> None:
+    store = BoundedStore(HashStore, 5.0)
+    assert store.part("there").ask(lambda it: it.add("count", 4), 5.0) == 4
     with pytest.raises(TimeoutError, match="its own"):
-        in_time(5.0, _raise, TimeoutError("its own"))
-    assert in_time(5.0, max, 3, 4) == 4
+        store.ask(_raise, 5.0)
+    with pytest.raises(CommunicationError, match=r"did not answer in 0\.1 s"):
+        store.ask(lambda _: Event().wait(), 0.1)
 
 
-def _raise(error: Exception) -> None:
-    raise error
+def test_a_store_that_cannot_be_opened_leaves_no_thread() -> None:
+    before = set(threading.enumerate())
+    with pytest.raises(TimeoutError, match="its own"):
+        BoundedStore(lambda: _raise(None), 5.0)
+    for thread in set(threading.enumerate()) - before:
+        thread.join(timeout=5.0)
+        assert not thread.is_alive()
+
+
+def _raise(_: object) -> Any:
+    raise TimeoutError("its own")
 
 
 def _forget() -> tuple[str, float]:

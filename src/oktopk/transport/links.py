@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from oktopk.errors import CommunicationError, ConfigError, OkTopkError, UnsupportedError
 from oktopk.transport.addresses import own_host
 from oktopk.transport.base import Op
-from oktopk.transport.bounded import in_time
+from oktopk.transport.bounded_store import BoundedStore
 
 DUTY = (
     "every rank of the group must create its reducer (oktopk.register, DistributedOptimizer or Reducer), and several "
@@ -34,7 +34,7 @@ class Link:
     rank: int
     device = torch.device("cpu")  # where messages must live
     timeout: timedelta
-    store: Store | None = None  # that the ranks share; None in a world of one
+    store: BoundedStore | None = None  # that the ranks share; None in a world of one
     store_holder: int | None = None  # the rank whose process, or whose launcher's, the store is in
     _group: Any = None
     _limit: timedelta | None = None  # for each call; None: the group itself has one
@@ -124,9 +124,10 @@ class _OwnLink(Link):
         self._parent, self.ranks, self.rank = parent, ranks, ranks.index(dist.get_rank())
         self.timeout = timeout or _timeout_of(parent)
         if len(ranks) > 1:
-            store: Any = dist.distributed_c10d._get_default_store()
-            # A connection of its own: another thread may be waiting on the shared one.
-            self.store = in_time(self.timeout.total_seconds(), store.clone) if hasattr(store, "clone") else store
+            shared: Any = dist.distributed_c10d._get_default_store()
+            # A connection of its own where torch has it: another thread may be waiting on the shared one.
+            clone = getattr(shared, "clone", lambda: shared)
+            self.store = BoundedStore(clone, self.timeout.total_seconds())
             self.store_holder = ranks.index(0) if 0 in ranks else None
 
 
@@ -188,7 +189,7 @@ class GivenLink(Link):
         token = secrets.randbits(62)
         return int(self.all_to_all(torch.full((len(self.ranks),), token)).eq(token).nonzero()[0])
 
-    def _open_store(self) -> Store:
+    def _open_store(self) -> BoundedStore:
         """Rank 0's: torch's default store, if there is one, need not be that of these ranks."""
         store, address = None, ""
         if self.rank == 0:
@@ -197,7 +198,10 @@ class GivenLink(Link):
         message = torch.tensor(list(address.encode().ljust(_ADDRESS_BYTES)), dtype=torch.uint8)
         first = self.all_to_all(message.repeat(len(self.ranks)))[:_ADDRESS_BYTES]
         host, port = bytes(first.tolist()).decode().split()
-        return store or TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=self.timeout)
+        return BoundedStore(
+            lambda: store or TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=self.timeout),
+            self.timeout.total_seconds(),
+        )
 
 
 def _require_usable(group: Any) -> None:

@@ -8,10 +8,8 @@ from collections.abc import Sequence
 from datetime import timedelta
 from time import monotonic
 
-from torch._C._distributed_c10d import PrefixStore, Store
-
 from oktopk.errors import CommunicationError, PeerError
-from oktopk.transport.bounded import in_time
+from oktopk.transport.bounded_store import BoundedStore
 
 log = logging.getLogger("oktopk")
 
@@ -29,20 +27,20 @@ class Rendezvous:
     group again when the group has been destroyed, and Gloo then finds the dead group's addresses.
     """
 
-    def __init__(self, store: Store, ranks: Sequence[int], rank: int) -> None:
+    def __init__(self, store: BoundedStore, ranks: Sequence[int], rank: int) -> None:
         self._ranks, self._rank = ranks, rank
         place = "oktopk/" + hashlib.sha256(repr(list(ranks)).encode()).hexdigest()[:16]
-        number = in_time(_ANSWER_SECONDS, store.add, f"{place}/opened by {rank}", 1)
-        self.store: Store = PrefixStore(f"{place}/{number}", store)
+        number = store.ask(lambda it: it.add(f"{place}/opened by {rank}", 1), _ANSWER_SECONDS)
+        self.store = store.part(f"{place}/{number}")
 
     def meet(self, word: str, timeout: timedelta, duty: str) -> list[str]:
         """Every rank's word, by rank. A `PeerError` after `timeout` names who is missing, and what its `duty` is."""
         keys = [f"word/{rank}" for rank in range(len(self._ranks))]
-        in_time(_ANSWER_SECONDS, self.store.set, keys[self._rank], word)
+        self.store.ask(lambda it: it.set(keys[self._rank], word), _ANSWER_SECONDS)
         absent = self._await(keys, timeout.total_seconds(), duty)
         if absent:
             raise self._give_up(keys[self._rank], absent, f"{timeout.total_seconds():g} s", duty)
-        words = in_time(_ANSWER_SECONDS, lambda: [self.store.get(key).decode() for key in keys])
+        words = self.store.ask(lambda it: [it.get(key).decode() for key in keys], _ANSWER_SECONDS)
         for rank, found in enumerate(words):
             if found.startswith(_GAVE_UP):
                 raise PeerError(
@@ -53,7 +51,7 @@ class Rendezvous:
 
     def _give_up(self, key: str, absent: Sequence[int], waited: str, duty: str) -> PeerError:
         """Say so to those who come later, and return what to raise here."""
-        in_time(_ANSWER_SECONDS, self.store.set, key, _GAVE_UP + waited)
+        self.store.ask(lambda it: it.set(key, _GAVE_UP + waited), _ANSWER_SECONDS)
         return PeerError(
             f"rank {self._name(self._rank)} waited {waited} for {self._names(absent)}: {duty} If they should have, "
             "look at their logs: they may have ended, or wait for something else."
@@ -71,15 +69,15 @@ class Rendezvous:
     def _has_come(self, keys: Sequence[str], seconds: float) -> bool:
         seconds = max(seconds, _LEAST_SECONDS)
         try:
-            in_time(seconds + _ANSWER_SECONDS, self.store.wait, list(keys), timedelta(seconds=seconds))
+            self.store.ask(lambda it: it.wait(list(keys), timedelta(seconds=seconds)), seconds + _ANSWER_SECONDS)
         except RuntimeError:
             return False
         return True
 
     def _absent(self, keys: Sequence[str]) -> list[int]:
         try:
-            return in_time(
-                _ANSWER_SECONDS, lambda: [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+            return self.store.ask(
+                lambda it: [rank for rank, key in enumerate(keys) if not it.check([key])], _ANSWER_SECONDS
             )
         except RuntimeError as error:
             raise CommunicationError(

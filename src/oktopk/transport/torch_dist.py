@@ -34,11 +34,12 @@ class TorchTransport:
     def _connect(self) -> None:
         link = self._link
         assert link.store is not None
-        self._witness = Witness(link.store, link.ranks, link.rank, link.timeout, link.store_holder)
         try:
-            link.connect(self._witness.store)
+            self._witness = Witness(link.store, link.ranks, link.rank, link.timeout, link.store_holder)
+            link.connect(self._witness.store.inner)
         except BaseException:
-            self._witness.close()
+            link.store.close()
+            self.close()
             raise
 
     def all_reduce_(self, tensor: Tensor, op: Op = "sum") -> Tensor:

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import Store
 
 from oktopk.transport.addresses import Address, Answer, call_all, listen, own_host, watch_all
 from oktopk.transport.base import Fault
-from oktopk.transport.bounded import in_time
+from oktopk.transport.bounded_store import BoundedStore
 from oktopk.transport.links import DUTY
 from oktopk.transport.rendezvous import Rendezvous
 
@@ -41,40 +41,47 @@ class Witness:
     """One rank's view of who is alive. Opening it waits until every rank has opened its own."""
 
     def __init__(
-        self, store: Store, ranks: Sequence[int], rank: int, timeout: timedelta, store_holder: int | None = None
+        self, store: BoundedStore, ranks: Sequence[int], rank: int, timeout: timedelta, store_holder: int | None = None
     ) -> None:
-        """`ranks` of the world share `store`, which is in the process of the `store_holder`-th of them."""
+        """`ranks` of the world share `store`, which is in the process of the `store_holder`-th of them.
+
+        It closes `store` when it is closed itself.
+        """
         self._rank, self._world_size, self._store_holder = rank, len(ranks), store_holder
         self._is_store_lost = False  # with the process that held it
-        rendezvous = Rendezvous(store, ranks, rank)
-        self.store = rendezvous.store
+        self._answers: dict[int, Answer] = {}  # to the last calls
         host = own_host()
         # Nobody takes calls off the queue: there is room for each peer's call of today and its last one.
         self._listener = listen(host, backlog=2 * len(ranks) + 8)
         try:
+            rendezvous = Rendezvous(store, ranks, rank)
             words = rendezvous.meet(json.dumps([host, self._listener.getsockname()[1]]), timeout, DUTY)
         except BaseException:
-            self.close()
+            self._listener.close()
             raise
+        self.store = rendezvous.store
+        self._reachable = self._reach(words)
+
+    def _reach(self, words: Sequence[str]) -> dict[int, Address]:
+        """A refusal speaks of death only where calls got through before: 127.0.1.1 of another host is nobody here."""
         addresses: dict[int, Address] = {
-            peer: (host, port) for peer, (host, port) in enumerate(map(json.loads, words)) if peer != rank
+            peer: (host, port) for peer, (host, port) in enumerate(map(json.loads, words)) if peer != self._rank
         }
-        # A refusal speaks of death only where calls got through before: 127.0.1.1 of another host is nobody here.
         answers = call_all(addresses, CALL_SECONDS)
-        self._reachable = {peer: addresses[peer] for peer in addresses if answers[peer] is Answer.ALIVE}
-        self._answers: dict[int, Answer] = {}  # to the last calls
+        return {peer: address for peer, address in addresses.items() if answers[peer] is Answer.ALIVE}
 
     def close(self) -> None:
         self._listener.close()
+        self.store.close()
 
     def note(self, fault: Fault) -> None:
         """Let peers read it, unless another note was first."""
-        self._ask_store(lambda: self.store.compare_set("fault", "", json.dumps(asdict(fault))))
+        self._ask_store(lambda it: it.compare_set("fault", "", json.dumps(asdict(fault))))
 
     def linger(self, fault: Fault) -> None:
         """After leaving: the rank that holds the store waits until the others have read the note in it."""
         others = [f"left/{peer}" for peer in range(self._world_size) if peer not in (self._rank, fault.rank)]
-        self._ask_store(lambda: self.store.set(f"left/{self._rank}", ""))
+        self._ask_store(lambda it: it.set(f"left/{self._rank}", ""))
         if self._store_holder == self._rank and others:
             self._wait_for(others, LINGER_SECONDS)
 
@@ -93,10 +100,10 @@ class Witness:
     def find_late(self) -> Fault | None:
         """After `find` found nobody: whoever does not report a failed collective as we do."""
         keys = [f"waiting/{peer}" for peer in range(self._world_size)]
-        self._ask_store(lambda: self.store.set(keys[self._rank], ""))
+        self._ask_store(lambda it: it.set(keys[self._rank], ""))
         self._wait_for(keys, REPORT_SECONDS)
         noted = self._read()
-        late = self._ask_store(lambda: [peer for peer, key in enumerate(keys) if not self.store.check([key])])
+        late = self._ask_store(lambda it: [peer for peer, key in enumerate(keys) if not it.check([key])])
         if late is None:
             return self._suspect_without_store()
         if noted is not None or not late:
@@ -116,7 +123,7 @@ class Witness:
         return sorted(peer for peer, given in self._answers.items() if given is answer)
 
     def _read(self) -> Fault | None:
-        text = self._ask_store(lambda: self.store.get("fault") if self.store.check(["fault"]) else None)
+        text = self._ask_store(lambda it: it.get("fault") if it.check(["fault"]) else None)
         return Fault(**json.loads(text)) if text else None
 
     def _wait_for(self, keys: Sequence[str], seconds: float) -> None:
@@ -124,12 +131,12 @@ class Witness:
         limit = timedelta(seconds=seconds)
         with suppress(RuntimeError):
             if not self._is_store_lost:
-                in_time(seconds + STORE_SECONDS, self.store.wait, list(keys), limit)
+                self.store.ask(lambda it: it.wait(list(keys), limit), seconds + STORE_SECONDS)
 
-    def _ask_store(self, question: Callable[[], T]) -> T | None:
+    def _ask_store(self, question: Callable[[Store], T]) -> T | None:
         """Its answer; None when it is lost, with the process that held it, or from now on."""
         try:
-            return None if self._is_store_lost else in_time(STORE_SECONDS, question)
+            return None if self._is_store_lost else self.store.ask(question, STORE_SECONDS)
         except RuntimeError:
             self._is_store_lost = True
             return None
