@@ -13,7 +13,8 @@ from torch import Tensor
 
 import checkpoint_cases
 import oktopk
-from oktopk.checkpoint import MANIFEST, pack, read_manifest, unpack
+from oktopk import Reducer, load, save
+from oktopk.checkpoint import MANIFEST, pack, read_manifest, read_rank, unpack
 from oktopk.errors import CheckpointError, ConfigError
 from oktopk.transport import ThreadTransport, run_world
 from worlds import run_processes
@@ -226,6 +227,46 @@ def test_saving_where_one_cannot_write_raises_on_every_rank(tmp_path: Path) -> N
 def test_unknown_policy_is_refused(tmp_path: Path) -> None:
     with oktopk.Reducer() as reducer, pytest.raises(ConfigError, match="on_world_change must be"):
         oktopk.load(reducer, tmp_path, on_world_change="forget")  # type: ignore[arg-type]
+
+
+def test_a_state_comes_back_with_the_types_it_had() -> None:
+    state = {"state": {0: {"step": 3}, 7: {}}, "betas": (0.9, (1, None)), "names": [("a", 1)], "empty": {}, "none": ()}
+    assert unpack(pack(state)) == state
+
+
+def test_tensors_that_share_memory_are_saved_once_or_apart() -> None:
+    weight = torch.arange(12.0)
+    state = {"tied": weight, "also": weight, "rows": weight.view(3, 4), "part": weight[2:5], "none": torch.empty(0)}
+    data = pack({**state, "none too": torch.empty(0), "as bits": weight.view(torch.int32)})
+    got = unpack(data)
+    assert all(torch.equal(got[name], tensor) for name, tensor in state.items())
+    assert got["tied"] is got["also"] and torch.equal(got["as bits"], weight.view(torch.int32))
+    assert len(pack({"tied": weight, "also": weight})) < len(pack({"tied": weight, "also": weight.clone()}))
+
+
+def test_what_a_checkpoint_is_about_comes_back(tmp_path: Path) -> None:
+    with Reducer(density=0.5) as reducer:
+        reducer.reduce("a", torch.ones(8))
+        save(reducer, tmp_path, about={"epoch": 3})
+        assert read_manifest(tmp_path).about == load(reducer, tmp_path).about == {"epoch": 3}
+        assert read_rank(tmp_path)["steps"] == {"a": 1}
+
+
+def test_a_state_that_cannot_be_saved_on_one_rank_ends_the_save_on_all(tmp_path: Path) -> None:
+    class Odd:
+        def __init__(self, reducer: Reducer) -> None:
+            self.reducer = reducer
+
+        def rank_state(self) -> dict[str, object]:
+            return {"odd": object() if self.reducer.rank == 1 else 0}
+
+    def work(transport: ThreadTransport) -> str:
+        with Reducer(group=transport) as reducer, pytest.raises((TypeError, CheckpointError)) as caught:
+            save(Odd(reducer), tmp_path)  # type: ignore[arg-type]
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+    zero, one = run_world(2, work)
+    assert zero.startswith("CheckpointError: rank 1: TypeError") and one.startswith("TypeError")
 
 
 def test_pack_and_unpack_are_inverse_and_run_no_code() -> None:

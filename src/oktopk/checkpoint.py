@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, cast
@@ -24,7 +24,8 @@ from oktopk.transport.sharing import attempt, raise_any, share, share_error
 T = TypeVar("T")
 VERSION = 1
 MANIFEST = "manifest.json"
-_TENSOR = "__tensor__"  # stands in the JSON part for a tensor, under its key
+# What JSON cannot say: a tensor, by its key; a tuple; a mapping whose keys are not text.
+_TENSOR, _TUPLE, _PAIRS = "__tensor__", "__tuple__", "__pairs__"
 
 OnWorldChange = Literal["redistribute", "reset"]
 
@@ -48,6 +49,7 @@ class Manifest:
     world_size: int
     step: int
     files: tuple[RankFile, ...]
+    about: Mapping[str, Any] = field(default_factory=dict)  # what whoever saved it wants to know before loading it
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"
@@ -74,17 +76,17 @@ class Saveable(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
-def save(target: Saveable, directory: str | os.PathLike[str]) -> Path:
+def save(target: Saveable, directory: str | os.PathLike[str], about: Mapping[str, Any] | None = None) -> Path:
     """Write the state of all ranks into a directory that all of them see. Every rank must call this.
 
-    `target` is a reducer, or the handle of `local_steps`. When it returns, the checkpoint is on disk; an older one in
-    the same directory is then gone, never before.
+    `target` is a reducer, or the handle of `local_steps`; `about` (JSON values of rank 0) comes back from `load` and
+    `read_manifest`. When it returns, the checkpoint is on disk; an older one in the same directory is then gone, never
+    before.
     """
     folder, reducer = Path(directory), target.reducer
-    data = pack(target.rank_state())
-    mine = _together(reducer, lambda: _write_rank(folder, reducer, data))
+    mine = _together(reducer, lambda: _write_rank(folder, reducer, pack(target.rank_state())))
     files = tuple(RankFile(**entry) for entry in reducer.communicate(lambda transport: share(asdict(mine), transport)))
-    manifest = Manifest(VERSION, reducer.algorithm, reducer.world_size, reducer.step, files)
+    manifest = Manifest(VERSION, reducer.algorithm, reducer.world_size, reducer.step, files, about or {})
     _together(reducer, lambda: _commit(folder, manifest) if reducer.rank == 0 else None)
     return folder / MANIFEST
 
@@ -127,10 +129,13 @@ class RankState:
 
 
 def pack(state: Mapping[str, Any]) -> bytes:
-    """A state as a safetensors file: tensors as such, everything else as JSON in its header."""
-    tensors: dict[str, Tensor] = {}
+    """A state as a safetensors file: tensors as such, everything else as JSON in its header.
+
+    A state is made of tensors, text, numbers, None, lists, tuples and mappings, and comes back as it was.
+    """
+    tensors = _Tensors()
     plain = json.dumps(_take_out(state, "", tensors))
-    return bytes(_safetensors().save(tensors, {"state": plain}))
+    return bytes(_safetensors().save(tensors.by_key, {"state": plain}))
 
 
 def unpack(data: bytes) -> dict[str, Any]:
@@ -145,25 +150,51 @@ def unpack(data: bytes) -> dict[str, Any]:
     return state
 
 
-def _take_out(value: Any, key: str, tensors: dict[str, Tensor]) -> Any:
+class _Tensors:
+    """Tensors under their keys. The file format wants each in memory of its own: one that is there already (tied
+    weights, or a buffer of a model) is only named again, and one that overlaps with another is copied."""
+
+    def __init__(self) -> None:
+        self.by_key: dict[str, Tensor] = {}
+        self._keys: dict[tuple[object, ...], str] = {}
+        self._storages: set[int] = set()
+
+    def put(self, key: str, given: Tensor) -> str:
+        tensor = given.detach().cpu().contiguous()
+        storage, identity = tensor.untyped_storage().data_ptr(), (tensor.data_ptr(), tensor.shape, tensor.dtype)
+        if tensor.numel() and identity in self._keys:
+            return self._keys[identity]
+        self.by_key[key] = tensor.clone() if storage in self._storages else tensor
+        self._keys[identity] = key
+        self._storages.add(storage)
+        return key
+
+
+def _take_out(value: Any, key: str, tensors: _Tensors) -> Any:
     if isinstance(value, Tensor):
-        tensors[key] = value.detach().cpu().contiguous()
-        return {_TENSOR: key}
+        return {_TENSOR: tensors.put(key, value)}
+    if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
+        return {name: _take_out(part, f"{key}/{name}", tensors) for name, part in value.items()}
     if isinstance(value, Mapping):
-        return {str(name): _take_out(part, f"{key}/{name}", tensors) for name, part in value.items()}
+        return {_PAIRS: [[name, _take_out(part, f"{key}/{name}", tensors)] for name, part in value.items()]}
     if isinstance(value, (list, tuple)):
-        return [_take_out(part, f"{key}/{index}", tensors) for index, part in enumerate(value)]
+        parts = [_take_out(part, f"{key}/{index}", tensors) for index, part in enumerate(value)]
+        return parts if isinstance(value, list) else {_TUPLE: parts}
     return value
 
 
 def _put_back(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    if isinstance(value, dict):
-        if set(value) == {_TENSOR}:
-            return tensors[value[_TENSOR]]
-        return {name: _put_back(part, tensors) for name, part in value.items()}
     if isinstance(value, list):
         return [_put_back(part, tensors) for part in value]
-    return value
+    if not isinstance(value, dict):
+        return value
+    if set(value) == {_TENSOR}:
+        return tensors[value[_TENSOR]]
+    if set(value) == {_TUPLE}:
+        return tuple(_put_back(part, tensors) for part in value[_TUPLE])
+    if set(value) == {_PAIRS}:
+        return {name: _put_back(part, tensors) for name, part in value[_PAIRS]}
+    return {name: _put_back(part, tensors) for name, part in value.items()}
 
 
 def _safetensors() -> Any:
@@ -182,19 +213,19 @@ def _write_rank(folder: Path, reducer: Reducer, data: bytes) -> RankFile:
     digest = sha256(data).hexdigest()
     # The digest in the name keeps a file from overwriting one that the current manifest still needs.
     name = f"rank-{reducer.rank}-of-{reducer.world_size}-{digest[:12]}.safetensors"
-    _write(folder / name, data)
+    write_whole(folder / name, data)
     return RankFile(reducer.rank, name, len(data), digest)
 
 
 def _commit(folder: Path, manifest: Manifest) -> None:
-    _write(folder / MANIFEST, manifest.to_json().encode())
+    write_whole(folder / MANIFEST, manifest.to_json().encode())
     listed = {file.name for file in manifest.files}
     for path in folder.glob("rank-*.safetensors*"):
         if path.name not in listed:
             path.unlink(missing_ok=True)
 
 
-def _write(path: Path, data: bytes) -> None:
+def write_whole(path: Path, data: bytes) -> None:
     """All of it or nothing: to a temporary file, to the disk, and then to its name."""
     temporary = path.with_name(f"{path.name}.tmp")
     with temporary.open("wb") as file:
@@ -241,6 +272,11 @@ def _read(target: Saveable, folder: Path, on_world_change: OnWorldChange) -> tup
         inherited=inherited,
     )
     return manifest, target.from_rank_states(states)
+
+
+def read_rank(directory: str | os.PathLike[str], rank: int = 0) -> dict[str, Any]:
+    """What one rank saved."""
+    return _read_rank(Path(directory), read_manifest(directory).files[rank])
 
 
 def _read_rank(folder: Path, file: RankFile) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import queue
@@ -15,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import IO, Any, NoReturn
@@ -22,6 +22,7 @@ from typing import IO, Any, NoReturn
 from oktopk.bench.cluster import Cluster
 from oktopk.bench.signals import signals_held
 from oktopk.errors import CommunicationError, PeerError
+from oktopk.training.interrupts import die_with_parent
 
 PORT = 29400  # free in a namespace that was just made
 LAST_WORDS = 12  # lines of a dead rank's standard error that its epitaph quotes
@@ -91,7 +92,7 @@ def _start(
     with open(folder / f"{rank}.err", "wb") as stderr:
         process = subprocess.Popen(
             cluster.command(rank, argv), env=_environment(cluster, rank, port), pass_fds=[writer],
-            stdin=subprocess.DEVNULL, stdout=stderr, stderr=stderr, preexec_fn=_die_with_parent,
+            stdin=subprocess.DEVNULL, stdout=stderr, stderr=stderr, preexec_fn=partial(die_with_parent, signal.SIGKILL),
             start_new_session=True,
         )  # fmt: skip
     os.close(writer)
@@ -127,15 +128,6 @@ def _processes() -> Iterator[list[subprocess.Popen[bytes]]]:
                 process.kill()
         for process in processes:
             process.wait()
-
-
-def _die_with_parent() -> None:
-    """Ask the kernel to end this rank when its launcher dies, even by SIGKILL."""
-    if _PRCTL is not None:
-        _PRCTL(1, signal.SIGKILL)
-
-
-_PRCTL = getattr(ctypes.CDLL(None), "prctl", None)  # looked up before the fork, not after
 
 
 def _fail(exit: _Exit, cluster: Cluster, folder: Path) -> NoReturn:

@@ -1,12 +1,15 @@
-"""Signals that ask a run to stop: remembered, acted on between two steps."""
+"""Signals: those that ask a run to stop are remembered, and one that comes when the launcher dies."""
 
 from __future__ import annotations
 
+import ctypes
 import signal
 import threading
 from types import FrameType, TracebackType
 from typing import Any
 
+_SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
+_PRCTL = getattr(ctypes.CDLL(None), "prctl", None)  # looked up early: it may be called between fork and exec
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -32,3 +35,9 @@ class Interrupts:
         if self.received and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.received = self.received or number
+
+
+def die_with_parent(number: signal.Signals) -> None:
+    """Ask Linux for a signal when the parent dies, were it by SIGKILL: this process must not outlive it."""
+    if _PRCTL is not None:
+        _PRCTL(_SET_DEATH_SIGNAL, number)

@@ -10,11 +10,11 @@ from __future__ import annotations
 import csv
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from oktopk.checkpoint import write_whole
 from oktopk.errors import CheckpointError, ConfigError
 
 STEPS, STEPS_CSV, EPOCHS, ANALYSIS = "steps.jsonl", "steps.csv", "epochs.jsonl", "analysis.jsonl"
@@ -103,12 +103,7 @@ def flat(row: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def write_json(path: Path, value: Any) -> None:
     """Replace a JSON file as a whole: a reader sees the old one or the new one."""
-    written = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(written, "w", encoding="utf-8") as file:
-        json.dump(value, file, indent=2, allow_nan=False)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(written, path)
+    write_whole(path, json.dumps(value, indent=2, allow_nan=False).encode())
 
 
 def read_json(path: Path) -> Any:
@@ -134,9 +129,7 @@ def _is_nonfinite(value: Any) -> bool:
 
 def _rewrite(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     if path.exists():
-        written = path.with_name(f".{path.name}")
-        written.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        os.replace(written, path)
+        write_whole(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
 
 
 def _append_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

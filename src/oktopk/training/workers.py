@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import shlex
@@ -19,11 +18,11 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from oktopk.errors import PeerError
 from oktopk.training.environment import RankInfo
+from oktopk.training.interrupts import die_with_parent
 
 _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 _SHUTDOWN_SECONDS = 120  # time for a last checkpoint
 _PARENT_VARIABLE = "OKTOPK_LAUNCHER_PID"
-_SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
 def launch_workers(workers: int, module_arguments: Sequence[str]) -> int:
@@ -37,7 +36,7 @@ def launch_workers(workers: int, module_arguments: Sequence[str]) -> int:
     os.environ[_PARENT_VARIABLE] = str(os.getpid())
     try:
         with tempfile.TemporaryDirectory(prefix="oktopk-launch-") as logs:
-            elastic_launch(_launch_config(workers, logs), sys.executable)(*_python_flags(), "-m", *module_arguments)
+            elastic_launch(_launch_config(workers, logs), sys.executable)("-u", "-m", *module_arguments)
     except SignalException as stopped:
         return 128 + signal.SIGINT if stopped.sigval == signal.SIGINT else 0
     except ChildFailedError as failed:
@@ -67,7 +66,7 @@ def settle_in(info: RankInfo | None) -> None:
     if mine:
         os.sched_setaffinity(0, mine)
     if os.environ.get(_PARENT_VARIABLE) == str(os.getppid()):
-        _die_with_parent()
+        die_with_parent(signal.SIGTERM)
 
 
 def cores_of(local_rank: int, local_world_size: int, cores: Sequence[int]) -> list[int]:
@@ -87,10 +86,6 @@ def _launch_config(workers: int, logs: str) -> LaunchConfig:
     )  # fmt: skip
 
 
-def _python_flags() -> list[str]:
-    return ["-u"]
-
-
 def _silence_agent() -> None:
     """The workers say what went wrong in their own words; the agent would say it again in more."""
     for name, logger in logging.root.manager.loggerDict.items():
@@ -107,9 +102,3 @@ def _exit_code(failed: ChildFailedError) -> int:
             "(dmesg says so). Continue the run from its last checkpoint with --resume."
         ) from None
     return failure.exitcode
-
-
-def _die_with_parent() -> None:
-    """Ask Linux for SIGTERM when the launcher dies, were it by SIGKILL: a worker must not outlive it."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGTERM)
