@@ -70,7 +70,11 @@ def run(
         return start, shared, owed, changes
 
 
-PAIRS = [(algorithm, "float32") for algorithm in ALGORITHMS] + [("oktopk", wire) for wire in WIRES]
+PAIRS = [
+    *((algorithm, "float32") for algorithm in ALGORITHMS),
+    *(("oktopk", wire) for wire in WIRES),
+    ("randomk", "int4"),
+]
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from inputs import gradient
-from oktopk import Reducer
+from oktopk import ALGORITHMS, Reducer
 from oktopk.kernels import ReferenceKernels, choose
+from oktopk.primitives.collectives import Tools
 from oktopk.primitives.lottery import Lottery
 from oktopk.transport import run_world
 from oktopk.types import Difference
+from oktopk.wire import Wire
 
 CPU = torch.device("cpu")
 
@@ -173,3 +175,25 @@ def test_what_goes_in_turn_is_not_sent_a_second_time() -> None:
             record.selected_local == record.selected_global == record.k - draw(Lottery(True, 16), 4000, 200, 0).numel()
         )
         assert record.bytes_received <= 4 * 6 * record.k * 2 / 3 + 32 * 1024
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options"), [("randomk", {}), ("oktopk", {}), ("oktopk", {"in_turn": 0.4}), ("gtopk", {})]
+)
+def test_what_was_asked_ahead_is_reduced_though_weights_move_on(algorithm: str, options: dict[str, Any]) -> None:
+    config, make = ALGORITHMS[algorithm]
+
+    def work(transport: Any) -> None:
+        tools = Tools(transport, Wire("int8"), Wire(), choose(CPU).kernels)
+        shared, own = torch.zeros(3000), tuple(gradient("heavy", 3000, transport.rank, 0).split([1000, 2000]))
+        difference = Difference(shared, own)
+        expected = make(config(**options), tools).reduce(difference.to_dense(), 100)
+        moving = make(config(**options), tools)
+        moving.ask_ahead(difference, 100)
+        for piece in own:
+            piece.add_(1.0)
+        reduced = moving.reduce(difference, 100)
+        for ours, theirs in ((reduced.mean, expected.mean), (reduced.sent, expected.sent)):
+            assert torch.equal(ours.indices, theirs.indices) and torch.equal(ours.values, theirs.values)
+
+    run_world(2, work)

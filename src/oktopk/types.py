@@ -48,6 +48,7 @@ class Difference:
     shared: Tensor  # flat
     own: tuple[Tensor, ...]  # flat, of the same dtype, together as long as `shared`
     largest: tuple[SparseVector, float] | None = None  # entries chosen beforehand, and the smallest magnitude of them
+    picked: SparseVector | None = None  # entries drawn beforehand
 
     def numel(self) -> int:
         return self.shared.numel()

@@ -7,10 +7,11 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from oktopk.types import Reduced, SparseVector
+from oktopk.primitives.collectives import Tools
+from oktopk.types import Difference, Reduced, SparseVector
 
 # What an algorithm asks of the vector it reduces: only its k largest entries (`Tools.largest`), only some at indices of
-# its own (`kernels.pick`), or both: then the vector may be a `Difference`. Else it must be a tensor.
+# its own (`Tools.pick`), or both: then the vector may be a `Difference`. Else it must be a tensor.
 Asks = Literal["largest", "some", "both", "everything"]
 
 
@@ -26,6 +27,10 @@ class Algorithm(Protocol):
         """
         ...
 
+    def ask_ahead(self, acc: Difference, k: int) -> None:
+        """Let `acc` keep what the next `reduce` is going to ask of it: its weights may change until then."""
+        ...
+
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
@@ -36,11 +41,24 @@ class Stateless:
 
     asks: Asks = "everything"
 
+    def ask_ahead(self, acc: Difference, k: int) -> None:
+        raise AssertionError("who asks for everything takes a copy")
+
     def state_dict(self) -> dict[str, Any]:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         return None
+
+
+class Selecting(Stateless):
+    """For those that also ask for nothing but the largest entries."""
+
+    asks: Asks = "largest"
+    _tools: Tools
+
+    def ask_ahead(self, acc: Difference, k: int) -> None:
+        acc.largest = self._tools.kernels.select_topk(acc, k)
 
 
 def less(sent: SparseVector, *owed: SparseVector) -> SparseVector:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from oktopk.algorithms.base import Asks, Stateless, less, mean_of
+from oktopk.algorithms.base import Selecting, less, mean_of
 from oktopk.config import GTopkConfig
 from oktopk.primitives.collectives import Tools
 from oktopk.types import Reduced, Source, SparseVector, Stats
 
 
-class GTopk(Stateless):
+class GTopk(Selecting):
     """Volume about 4k log2 P at the root.
 
     The published rule forgets a partial sum that an inner node drops. Here the node that drops it keeps it as its own
     residual, and so does a node that rounds what it passes on.
     """
-
-    asks: Asks = "largest"
 
     def __init__(self, config: GTopkConfig, tools: Tools) -> None:
         self._tools = tools

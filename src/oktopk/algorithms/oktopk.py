@@ -16,7 +16,7 @@ from oktopk.primitives.lottery import Lottery
 from oktopk.primitives.partition import Regions, balanced_regions, region_loads
 from oktopk.primitives.selection import ReusedThreshold, Winners, winners, winners_above, without
 from oktopk.schedule import is_due
-from oktopk.types import Reduced, Source, SparseVector, Stats, index_dtype, to_dense
+from oktopk.types import Difference, Reduced, Source, SparseVector, Stats, index_dtype, to_dense
 
 
 class OkTopk:
@@ -67,6 +67,11 @@ class OkTopk:
         if self._config.threshold == "reused":
             return "everything"
         return "both" if self._config.in_turn else "largest"
+
+    def ask_ahead(self, acc: Difference, k: int) -> None:
+        turn = self._turn(acc, k)
+        acc.picked = self._tools.kernels.pick(acc, turn)
+        acc.largest = self._tools.kernels.select_topk(acc, k - turn.numel())
 
     def _turn(self, acc: Source, k: int) -> Tensor:
         """Coordinates that are sent whatever they are, the same on all ranks; none if all will be sent."""

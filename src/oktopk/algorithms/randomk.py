@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+
 from oktopk.algorithms.base import Asks
 from oktopk.config import RandomKConfig
 from oktopk.primitives.collectives import Tools, reduce_at
 from oktopk.primitives.lottery import Lottery
-from oktopk.types import Reduced, Source, Stats
+from oktopk.types import Difference, Reduced, Source, Stats
 
 
 class RandomK:
@@ -24,11 +26,17 @@ class RandomK:
 
     def reduce(self, acc: Source, k: int) -> Reduced:
         # 1. Draw, the same on every rank.
-        indices = self._lottery.draw(acc.numel(), k, self._step, acc.device)
+        indices = self._draw(acc, k)
         # 2. One all-reduce of the values there.
         mean, sent = reduce_at(acc, indices, self._tools)
         self._step += 1
         return Reduced(mean, sent, Stats(mean.nnz, mean.nnz))
+
+    def ask_ahead(self, acc: Difference, k: int) -> None:
+        acc.picked = self._tools.kernels.pick(acc, self._draw(acc, k))
+
+    def _draw(self, acc: Source, k: int) -> Tensor:
+        return self._lottery.draw(acc.numel(), k, self._step, acc.device)
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self._step}

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from oktopk.algorithms.base import Asks, Stateless, mean_of
+from oktopk.algorithms.base import Selecting, mean_of
 from oktopk.config import TopkAConfig
 from oktopk.primitives.collectives import Tools, gather_vectors
 from oktopk.types import Reduced, Source, Stats
 
 
-class TopkA(Stateless):
+class TopkA(Selecting):
     """Volume 2k(P-1): grows with the number of ranks."""
-
-    asks: Asks = "largest"
 
     def __init__(self, config: TopkAConfig, tools: Tools) -> None:
         self._config, self._tools = config, tools

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from oktopk.algorithms.base import Asks, Stateless, less, mean_of
+from oktopk.algorithms.base import Selecting, less, mean_of
 from oktopk.config import TopkDSAConfig
 from oktopk.primitives.collectives import Tools, gather_regions, split_and_reduce
 from oktopk.primitives.partition import Regions, equal_bounds
 from oktopk.types import Reduced, Source, SparseVector, Stats
 
 
-class TopkDSA(Stateless):
+class TopkDSA(Selecting):
     """Volume up to 2k(P-1)/P + 2 min(Pk, n)(P-1)/P: the union fills in as ranks are added."""
-
-    asks: Asks = "largest"
 
     def __init__(self, config: TopkDSAConfig, tools: Tools) -> None:
         self._config, self._tools = config, tools

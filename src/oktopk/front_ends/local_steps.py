@@ -213,8 +213,9 @@ class LocalSteps:
             own = vector.own()
             request = Request(step=step, terms=terms, dense=dense or vector.dense)
             if self._updates.deferred:
-                only_some = pipeline.asks == "largest" and not request.dense
-                self._updates.choose(own, pipeline.k_at(step, own.numel) if only_some else 0)
+                only_some = pipeline.asks != "everything" and not request.dense
+                k = pipeline.k_at(step, own.numel) if only_some else 0
+                self._updates.choose(own, k, pipeline.algorithm_of(own.layout).ask_ahead)
             self._under_way.append(self.reducer._submit(own, request))
         if not self._updates.deferred:
             self._complete()

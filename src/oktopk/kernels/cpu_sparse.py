@@ -144,8 +144,9 @@ def pick_difference(shared: Any, addresses: Any, ends: Any, indices: Any, out: A
     piece, base = 0, 0
     own = array_at(addresses[0], ends[0], shared)
     for i in range(indices.size):
-        prefetch(shared, indices[min(i + AHEAD, indices.size - 1)])
-        at = indices[i]
+        at, next_ = indices[i], indices[min(i + AHEAD, indices.size - 1)]
+        prefetch(shared, next_)
+        prefetch(own, min(next_ - base, own.size - 1))
         if not 0 <= at < shared.size:
             return False
         if not base <= at < ends[piece]:

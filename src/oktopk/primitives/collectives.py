@@ -46,6 +46,13 @@ class Tools:
         chosen: tuple[SparseVector, float] = self.kernels.select_topk(acc, k)
         return chosen
 
+    def pick(self, acc: Source, indices: Tensor) -> SparseVector:
+        """The entries at these indices, unless they were picked beforehand."""
+        if isinstance(acc, Difference) and acc.picked is not None:
+            return acc.picked
+        picked: SparseVector = self.kernels.pick(acc, indices)
+        return picked
+
     def limits(self, counts: Sequence[int] | None, numel: int, dtype: torch.dtype) -> list[int] | None:
         """The longest message each rank can send when it has `counts` entries of vectors of up to `numel`."""
         return None if counts is None else [self.wire.limit(count, numel, dtype) for count in counts]
@@ -71,7 +78,7 @@ def reduce_all_(values: Tensor, tools: Tools) -> tuple[Tensor, Tensor | None]:
 
 def reduce_at(acc: Source, indices: Tensor, tools: Tools) -> tuple[SparseVector, SparseVector]:
     """The mean over ranks at indices that are the same on all of them; and what was sent of the own entries."""
-    own = tools.kernels.pick(acc, indices)
+    own = tools.pick(acc, indices)
     mean, sent = reduce_all_(own.values.clone(), tools)
     return own.with_values(mean), own if sent is None else own.with_values(sent)
 

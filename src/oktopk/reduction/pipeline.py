@@ -220,7 +220,10 @@ class Pipeline:
         """One per layout, since what it remembers belongs to that; dense ones that do not round remember nothing."""
         if not plan.is_sparse and not plan.is_rounding:
             return self._dense
-        layout = plan.gradient.layout
+        return self.algorithm_of(plan.gradient.layout)
+
+    def algorithm_of(self, layout: Layout) -> Algorithm:
+        """The one that remembers what it did with this layout before."""
         if layout not in self._algorithms:
             algorithm: Algorithm = self._algorithm_class(self.settings.algorithm_config, self.tools)
             saved = self._loaded_algorithms.pop(_key(layout), None)

@@ -9,7 +9,7 @@ remembered. Weights of 16 bits cannot hold what is owed to the last bit: it is k
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import inf, isfinite, sqrt
@@ -63,10 +63,10 @@ class Updates:
             weights.before = tuple(piece.clone() for piece in own.pieces)
         self._weights[own.layout] = weights
 
-    def choose(self, own: Gradient, k: int) -> None:
+    def choose(self, own: Gradient, k: int, ask_ahead: Callable[[Difference, int], None]) -> None:
         """Fix what is going to be reduced now, so that the own weights may change while it travels.
 
-        k entries of it, or with k = 0 all.
+        k entries of it, which `ask_ahead` makes it keep, or with k = 0 all.
         """
         weights = self._of(own)
         weights.source = None
@@ -75,7 +75,7 @@ class Updates:
             return
         source = self._source(own, weights)
         if k and isinstance(source, Difference):
-            source.largest = self.kernels.select_topk(source, k)
+            ask_ahead(source, k)
         elif isinstance(source, Difference):
             source = source.to_dense()
         weights.source = source
@@ -213,7 +213,7 @@ class Updates:
         if known is None or any(a.data_ptr() != b.data_ptr() for a, b in zip(known.own, own.pieces, strict=True)):
             weights.difference = Difference(weights.shared, own.pieces)
         assert weights.difference is not None
-        weights.difference.largest = None
+        weights.difference.largest = weights.difference.picked = None
         return weights.difference
 
     def _source(self, own: Gradient, weights: _Weights) -> Source:
