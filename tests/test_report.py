@@ -338,6 +338,23 @@ def test_what_the_loop_did_not_wait_for_is_hidden(tmp_path: Path) -> None:
     assert '<h2>Hidden communication</h2><p class="value">40 %</p>' in page_of(run)
 
 
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"norm_clip": 400.0, "parameters": 10**9, "bucket_mb": 25.0}, "clipping by norm waits"),
+        ({"norm_clip": 0.0, "parameters": 1_000_000, "bucket_mb": 25.0}, "all gradients are one bucket"),
+        ({"norm_clip": 0.0, "parameters": 10_000_000, "bucket_mb": 25.0}, None),
+        ({}, None),
+    ],
+)
+def test_a_run_that_cannot_overlap_says_why(tmp_path: Path, settings: dict[str, float], words: str | None) -> None:
+    run = write_run(tmp_path / "run")
+    config = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps(config | settings))
+    found = [said for said in ("clipping by norm waits", "all gradients are one bucket") if said in page_of(run)]
+    assert found == ([words] if words else [])
+
+
 def test_a_wait_longer_than_the_communication_hides_nothing(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", steps=4, warmup=1)
     lines = [json.loads(line) for line in (path / "steps.jsonl").read_text().splitlines()]

@@ -50,6 +50,7 @@ class Totals:
     step_seconds: float | None
     communication_seconds: float | None  # per step, on the communication thread
     hidden: float | None  # fraction of it that the loop did not wait for
+    exposed_by: str | None  # why nothing could be sent before backward was over
     memory: float | None
 
     @property
@@ -86,6 +87,7 @@ def totals(run: Run) -> Totals:
         step_seconds=_mean([sum(loop_seconds(step).values()) for step in run.steps if step.seconds]),
         communication_seconds=_mean([sum(communication_seconds(step).values()) for step in run.steps if step.reduce]),
         hidden=hidden(run.steps),
+        exposed_by=_exposed_by(run),
         memory=max((step.memory_bytes for step in run.steps if step.memory_bytes is not None), default=None),
     )
 
@@ -218,6 +220,15 @@ def hidden(steps: Sequence[StepLine]) -> float | None:
     spent = sum(sum(communication_seconds(step).values()) for step in known)
     waited = sum(step.seconds["wait"] for step in known)
     return max(0.0, 1 - waited / spent) if spent else None
+
+
+def _exposed_by(run: Run) -> str | None:
+    if run.setting("norm_clip"):
+        return "clipping by norm waits for all gradients"
+    parameters, bucket_mb = run.setting("parameters"), run.setting("bucket_mb")
+    if parameters and bucket_mb and parameters * WORD <= bucket_mb * 2**20:
+        return "all gradients are one bucket, which a smaller --bucket-mb divides"
+    return None
 
 
 def _phase(step: StepLine) -> str | None:

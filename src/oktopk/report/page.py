@@ -125,6 +125,7 @@ def _cards(run: Totals) -> Iterator[Card]:
         yield Card("Wall time", say(run.wall, "seconds"), note)
     if run.hidden is not None:
         note = _note("of {} per step", run.communication_seconds, lambda value: say(value, "seconds"))
+        note += f"; {run.exposed_by}" if run.exposed_by else ""
         yield Card("Hidden communication", say(run.hidden, "share"), note)
     if run.memory is not None:
         yield Card("Peak memory", say(run.memory, "bytes"), "rank 0")
