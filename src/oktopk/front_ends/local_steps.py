@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
@@ -79,9 +80,18 @@ def local_steps(
     >>> handle.finish()  # all ranks end with the same weights
     >>> handle.close()
     """
-    return LocalSteps(
-        model, optimizer, density, wire, every, algorithm=algorithm, overlap=overlap, scaler=scaler, **options
-    )
+    inner, (ddp, module) = unwrap_optimizer(optimizer), unwrap_model(model)
+    check_weights(module, inner)
+    if scaler is not None:
+        options.setdefault("on_nonfinite", "skip")
+    if ddp is not None:
+        options.setdefault("group", ddp.process_group)
+    reducer = Reducer(algorithm, density, wire=wire, reduce="updates", **options)
+    try:
+        return LocalSteps(module, inner, reducer, every, overlap, scaler, ddp)
+    except BaseException:
+        reducer.close()
+        raise
 
 
 class LocalSteps:
@@ -89,33 +99,17 @@ class LocalSteps:
 
     def __init__(
         self,
-        model: nn.Module,
+        module: nn.Module,
         optimizer: Optimizer,
-        density: Density = 0.05,
-        wire: str = "int8",
-        every: Every = 1,
-        *,
-        algorithm: str = "oktopk",
-        overlap: bool = False,
-        scaler: Any = None,
-        **options: Unpack[LocalOptions],
+        reducer: Reducer,
+        every: Every,
+        overlap: bool,
+        scaler: Any,
+        ddp: DistributedDataParallel | None,
     ) -> None:
-        self._optimizer = unwrap_optimizer(optimizer)
-        self._ddp, module = unwrap_model(model)
-        check_weights(module, self._optimizer)
-        if scaler is not None:
-            options.setdefault("on_nonfinite", "skip")
-        if self._ddp is not None:
-            options.setdefault("group", self._ddp.process_group)
-        self.reducer = Reducer(algorithm, density, wire=wire, reduce="updates", **options)
-        try:
-            self._open(module, every, overlap, scaler)
-        except BaseException:
-            self.reducer.close()
-            raise
-
-    def _open(self, module: nn.Module, every: Every, overlap: bool, scaler: Any) -> None:
-        self._updates.deferred = self._overlap = overlap
+        """Made by `local_steps`, which has checked that these belong together."""
+        self.reducer, self._optimizer, self._ddp = reducer, optimizer, ddp
+        self._updates.deferred = overlap
         self._interval = interval(every, self.reducer)
         tensors = [*module.parameters(), *module.buffers()]
         self.reducer.communicate(lambda transport: broadcast_(tensors, transport))

@@ -11,7 +11,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 from oktopk.checkpoint import Saveable
-from oktopk.front_ends.local_steps import LocalSteps
+from oktopk.front_ends.local_steps import local_steps
 from oktopk.front_ends.optimizer import DistributedOptimizer
 from oktopk.metrics import Sink
 from oktopk.reducer import Reducer
@@ -64,11 +64,24 @@ class Synchronisation(Protocol):
     def close(self) -> None: ...
 
 
-class ReduceGradients:
+class _Stepping:
+    """What both kinds take from their optimizer."""
+
+    _optimizer: Optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self._optimizer.param_groups
+
+    def zero_grad(self) -> None:
+        self._optimizer.zero_grad()
+
+
+class ReduceGradients(_Stepping):
     """Every rank takes the same step on the mean of all gradients."""
 
     def __init__(self, config: TrainConfig, recipe: Recipe, optimizer: Optimizer, model: nn.Module, sink: Sink) -> None:
-        self._optimizer = DistributedOptimizer(
+        self._optimizer: DistributedOptimizer = DistributedOptimizer(
             optimizer,
             model,
             config.algorithm,
@@ -89,13 +102,6 @@ class ReduceGradients:
         )
         self.reducer: Reducer = self._optimizer.reducer
         self.saveable: Saveable = self.reducer
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self._optimizer.param_groups
-
-    def zero_grad(self) -> None:
-        self._optimizer.zero_grad()
 
     def no_sync(self) -> AbstractContextManager[None]:
         return self._optimizer.no_sync()
@@ -123,12 +129,12 @@ class ReduceGradients:
         self._optimizer.close()
 
 
-class ReduceUpdates:
+class ReduceUpdates(_Stepping):
     """Every rank takes its own steps on its own gradients, and the change of weights is reduced."""
 
     def __init__(self, config: TrainConfig, recipe: Recipe, optimizer: Optimizer, model: nn.Module, sink: Sink) -> None:
         self._optimizer, self._model, self._norm_clip = optimizer, model, recipe.norm_clip
-        self._handle = LocalSteps(
+        self._handle = local_steps(
             model,
             optimizer,
             config.density_over_time(recipe),
@@ -143,13 +149,6 @@ class ReduceUpdates:
         )
         self.reducer: Reducer = self._handle.reducer
         self.saveable: Saveable = self._handle
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self._optimizer.param_groups
-
-    def zero_grad(self) -> None:
-        self._optimizer.zero_grad()
 
     def no_sync(self) -> AbstractContextManager[None]:
         return nullcontext()  # gradients stay where they are
