@@ -8,9 +8,11 @@ comma := ,
 space := $(subst ,, )
 CORE_ROOMS := types errors config metrics schedule reducer checkpoint
 CORE := $(subst $(space),$(comma),$(CORE_ROOMS:%=src/oktopk/%.py) $(patsubst %,src/oktopk/%/*,algorithms primitives reduction wire transport) src/oktopk/kernels/reference.py)
+# Three workers on two cores: many tests wait.
+PARALLEL = $(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder
 EXTRAS := trainer,speech,bert,integrations,gpu,docs,dev
 
-.PHONY: setup demo test test-slow check bench docs results clean
+.PHONY: setup demo test test-fast test-slow coverage check bench docs results clean
 
 setup: $(STAMP)
 
@@ -26,11 +28,18 @@ demo: setup
 	$(BIN)/oktopk report --latest
 
 test: setup
-	$(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder --cov --cov-report=term
-	$(BIN)/python -m coverage report --include='$(CORE)' --fail-under=95
+	.ci/timed 300 tests $(PARALLEL)
+
+# No processes: thread worlds and units, for the inner loop.
+test-fast: setup
+	.ci/timed 90 "fast tests" $(PARALLEL) -m 'not slow and not processes'
 
 test-slow: setup
-	$(BIN)/python -m pytest -m slow --timeout 3600
+	.ci/timed 10800 "slow tests" $(BIN)/python -m pytest -m slow --timeout 3600
+
+coverage: setup
+	$(PARALLEL) --cov --cov-report=term
+	$(BIN)/python -m coverage report --include='$(CORE)' --fail-under=95
 
 check: setup
 	$(BIN)/ruff check .

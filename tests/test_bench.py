@@ -61,6 +61,7 @@ def test_an_unknown_contender_is_refused_before_anything_starts() -> None:
         StepBench(contenders=("ddp dense",))
 
 
+@pytest.mark.processes
 @needs_root
 def test_steps_are_measured_side_by_side_and_the_kernel_agrees_with_our_meter() -> None:
     ours = ("oktopk float32", "oktopk bfloat16 fused", "oktopk bfloat16 optimizer")
@@ -81,6 +82,7 @@ def test_steps_are_measured_side_by_side_and_the_kernel_agrees_with_our_meter() 
 
 
 @needs_root
+@pytest.mark.slow
 def test_two_ranks_on_a_host_share_its_counter() -> None:
     bench = StepBench(numel=NUMEL, contenders=("floor", "ddp dense"), seconds=0.2, repeats=1)
     with open_cluster(2, Network(None), per_host=2) as cluster:
@@ -105,6 +107,7 @@ def test_who_waits_for_the_network_is_measured_once_and_the_others_in_every_roun
     assert [result.contender for result in results] == ["floor", "ddp dense", "oktopk int8"]
 
 
+@pytest.mark.processes
 def test_the_collective_alone_stays_between_its_bounds() -> None:
     sweep = Sweep((100_000,), (0.01,), (2,), ("topka", "oktopk"), ("float32",), repeats=2)
     results = {r.algorithm: r for r in bench_allreduce(Cluster(2), sweep)}
@@ -119,6 +122,7 @@ def test_a_world_larger_than_the_place_is_refused() -> None:
         bench_allreduce(Cluster(2), Sweep(world_sizes=(4,)))
 
 
+@pytest.mark.slow
 def test_overlap_is_measured_both_ways() -> None:
     result = bench_overlap(Cluster(2), OverlapBench(numel=NUMEL, batch=4, bucket_cap_mb=0.05, steps=2))
     assert result.buckets >= 2 and min(result.overlapped, result.serialised, result.floor) > 0
@@ -179,6 +183,7 @@ def test_the_page_has_machine_commands_spread_and_plots(tmp_path: Path) -> None:
 
 
 @needs_root
+@pytest.mark.slow
 def test_the_step_command_prints_a_table_and_leaves_nothing_behind(
     capsys: pytest.CaptureFixture, tmp_path: Path
 ) -> None:
@@ -192,8 +197,9 @@ def test_the_step_command_prints_a_table_and_leaves_nothing_behind(
     assert not any(name.startswith(f"oktopk-{os.getpid()}-") for name in namespaces())
 
 
+@pytest.mark.processes
 @needs_root
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_an_interrupted_command_leaves_neither_ranks_nor_networks(number: signal.Signals) -> None:
     flags = ["--hosts", "2", "--numel", "20000", "--seconds", "60"]
     command = subprocess.Popen(

@@ -22,6 +22,7 @@ from worlds import run_processes
 NAMES = {"a": 300, "b": 41}
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(700)
 def test_resumed_training_equals_uninterrupted_training_bit_for_bit(tmp_path: Path) -> None:
     straight = run_processes(2, checkpoint_cases.straight_and_half, str(tmp_path), timeout=300)

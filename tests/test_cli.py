@@ -229,6 +229,7 @@ def test_a_run_inside_its_warm_up_says_so(tmp_path: Path, capsys: pytest.Capture
     assert "All 6 steps were inside the dense warm-up of 128 steps" in capsys.readouterr().out
 
 
+@pytest.mark.processes
 def test_the_doctor_ends_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["doctor"])
     lines = capsys.readouterr().out.strip().splitlines()

@@ -95,6 +95,7 @@ def test_without_root_it_runs_on_loopback_and_says_why(monkeypatch: pytest.Monke
         assert "root" in cluster.notes[0]
 
 
+@pytest.mark.processes
 @needs_root
 def test_the_network_is_as_slow_as_it_says_and_is_gone_afterwards() -> None:
     links = subprocess.run(["ip", "link"], capture_output=True, text=True, env=_with_sbin()).stdout
@@ -116,6 +117,7 @@ def test_latency_is_shaped_or_the_reader_is_told() -> None:
         assert cluster.network.latency == 0.005 or "netem" in cluster.notes[0]
 
 
+@pytest.mark.processes
 @needs_root
 def test_a_rank_that_dies_is_named_and_nothing_stays() -> None:
     epitaph = r"(?s)rank 1 on host 1 was killed by SIGKILL.*last words"
@@ -124,11 +126,13 @@ def test_a_rank_that_dies_is_named_and_nothing_stays() -> None:
     assert not _of(cluster.prefix)
 
 
+@pytest.mark.processes
 def test_ranks_that_never_finish_are_ended() -> None:
     with pytest.raises(CommunicationError, match=r"ranks \[0\] did not finish within 1 s"):
         run_ranks(Cluster(1), "test_cluster:wait_for_ever", {}, timeout=1)
 
 
+@pytest.mark.processes
 def test_a_signal_while_a_rank_starts_does_not_leave_it_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[subprocess.Popen] = []
     start = subprocess.Popen
@@ -144,8 +148,12 @@ def test_a_signal_while_a_rank_starts_does_not_leave_it_behind(monkeypatch: pyte
     assert [process.returncode for process in started] == [-signal.SIGKILL]
 
 
+@pytest.mark.processes
 @needs_root
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, *(pytest.param(other, marks=pytest.mark.slow) for other in (signal.SIGINT, signal.SIGHUP))],
+)
 def test_a_signal_removes_everything_and_leaves_a_non_zero_code(number: signal.Signals) -> None:
     holder, prefix = _hold()
     holder.send_signal(number)
@@ -153,6 +161,7 @@ def test_a_signal_removes_everything_and_leaves_a_non_zero_code(number: signal.S
     assert not _of(prefix)
 
 
+@pytest.mark.processes
 @needs_root
 def test_leftovers_of_the_dead_are_removed_and_those_of_others_are_not() -> None:
     live, live_prefix = _hold()

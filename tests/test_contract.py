@@ -116,6 +116,7 @@ def check_over_gloo(world_size: int, settings: list[Setting]) -> None:
         check_all(ranks, name, wire)
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_the_contract_holds_over_real_gloo_processes_for_every_pair(world_size: int) -> None:

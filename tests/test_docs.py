@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from oktopk.cli import main
+from worlds import run_program
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
@@ -23,6 +25,7 @@ SEEN_BY_BLOCKS = (
     "configs", "examples", "docs", "src", "tests", "README.md", "LICENSE", "Makefile", "pyproject.toml",
     "constraints.txt",
 )  # fmt: skip
+SHELL = re.compile(r"[|&;<>$*]")  # what only a shell understands
 RUN_LANGUAGES = ("bash", "console", "python")
 FENCE = re.compile(r"^(?P<indent> *)(?P<fence>```+|~~~+) *(?P<language>[\w-]*)(?P<attributes>.*)$")
 MARKER = re.compile(r"^\s*<!--\s*(?P<word>slow|continues|exit|not run)(?P<rest>[^>]*?)\s*-->\s*$")
@@ -98,21 +101,22 @@ def _ids(pages: list[Path]) -> list[str]:
 
 
 WITH_QUICK = [page for page, blocks in BLOCKS.items() if any(not b.slow and b.not_run is None for b in blocks)]
-WITH_SLOW = [page for page, blocks in BLOCKS.items() if any(b.slow and b.not_run is None for b in blocks)]
+WITH_RUN = [page for page, blocks in BLOCKS.items() if any(b.not_run is None for b in blocks)]
 WITH_UNRUN = [page for page, blocks in BLOCKS.items() if any(b.slow or b.not_run is not None for b in blocks)]
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("page", WITH_QUICK, ids=_ids(WITH_QUICK))
 def test_quick_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
-    run_all([block for block in BLOCKS[page] if not block.slow and block.not_run is None], tmp_path)
+    run_all([block for block in BLOCKS[page] if not block.slow and block.not_run is None], tmp_path, fork)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("page", WITH_SLOW, ids=_ids(WITH_SLOW))
-def test_all_blocks_of_a_page_run_in_order(page: Path, tmp_path: Path) -> None:
-    run_all([block for block in BLOCKS[page] if block.not_run is None], tmp_path)
+@pytest.mark.parametrize("page", WITH_RUN, ids=_ids(WITH_RUN))
+def test_all_blocks_of_a_page_run_in_order_as_pasted(page: Path, tmp_path: Path) -> None:
+    run_all([block for block in BLOCKS[page] if block.not_run is None], tmp_path, paste)
 
 
 @pytest.mark.timeout(400)
@@ -147,22 +151,23 @@ def show_project(directory: Path) -> None:
     (directory / ".venv").symlink_to(sys.prefix)  # `make setup` finds that everything is there
 
 
-def run_all(blocks: list[Block], directory: Path) -> None:
+def run_all(blocks: list[Block], directory: Path, run: Callable[[Block, Path | None, Path], None]) -> None:
     show_project(directory)
     before = ""  # the python blocks that the next one may continue
     for number, block in enumerate(blocks):
+        script = None
         if block.language == "python":
             before = before + "\n" + block.text if block.continues else block.text
             script = directory / f"block_{number}.py"
             script.write_text(before, encoding="utf-8")
-            _run(block, [sys.executable, script.name], directory)
-        else:
-            _run(block, ["bash", "-euo", "pipefail", "-c", "\n".join(_shell_lines(block))], directory)
+        run(block, script, directory)
 
 
-def _run(block: Block, command: list[str], directory: Path) -> None:
+def paste(block: Block, script: Path | None, directory: Path) -> None:
+    """As a reader would: a Python process, or a shell."""
+    shell = ["bash", "-euo", "pipefail", "-c", "\n".join(_shell_lines(block))]
     done = subprocess.run(
-        command,
+        shell if script is None else [sys.executable, script.name],
         cwd=directory,
         env=environment(),
         stdin=subprocess.DEVNULL,
@@ -170,8 +175,24 @@ def _run(block: Block, command: list[str], directory: Path) -> None:
         text=True,
         timeout=3000,
     )
-    said = f"{block.place} ended with {done.returncode}\n{block.text}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
-    assert done.returncode == block.exit_code, said
+    _check_code(block, done.returncode, done.stdout[-4000:] + done.stderr[-4000:])
+
+
+def fork(block: Block, script: Path | None, directory: Path) -> None:
+    """Python and plain `oktopk` lines in processes that need not import torch first; anything else is pasted."""
+    commands = [] if block.language == "python" else _commands(block)
+    if script is None and not all(words[0] == "oktopk" and not SHELL.search(" ".join(words)) for words in commands):
+        return paste(block, script, directory)
+    for words in commands if script is None else [[script.name]]:
+        program = ["-m", "oktopk.cli", *words[1:]] if script is None else words
+        ended = run_program(program, directory, environment(), timeout=300)
+        if ended.code:  # where a shell would stop
+            break
+    return _check_code(block, ended.code, ended.output[-8000:])
+
+
+def _check_code(block: Block, code: int | None, output: str) -> None:
+    assert code == block.exit_code, f"{block.place} ended with {code}\n{block.text}\n{output}"
 
 
 def environment() -> dict[str, str]:
@@ -200,6 +221,8 @@ def _commands(block: Block) -> list[list[str]]:
 
 
 def _check_exists(block: Block, words: list[str]) -> None:
+    stops = [n for n, word in enumerate(words) if word in ("|", "&&", "||", ";", ">", "2>&1", "&")]
+    words = words[: min(stops, default=len(words))]
     if words[0] == "make":
         known = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
         targets = [word for word in words[1:] if "=" not in word and not word.startswith("-")]
@@ -211,8 +234,6 @@ def _check_exists(block: Block, words: list[str]) -> None:
 
 
 def _check_flags(block: Block, arguments: list[str]) -> None:
-    stops = [n for n, word in enumerate(arguments) if word in ("|", "&&", "||", ";", ">", "2>&1", "&")]
-    arguments = arguments[: min(stops, default=len(arguments))]
     flags = [word.split("=")[0] for word in arguments if word.startswith("--")]
     command = _sub_command(arguments)
     help_text = _help(tuple(command))

@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(page.stem for page in (ROOT / "docs").glob("*.md"))
 
 pytest.importorskip("mkdocs", reason="the extra 'docs' is not installed")
+pytestmark = pytest.mark.processes
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +59,7 @@ def address(site: Path) -> Iterator[str]:
     server.shutdown()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 def test_pages_load_nothing_from_the_network_and_log_nothing(address: str, tmp_path: Path) -> None:

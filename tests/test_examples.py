@@ -1,4 +1,4 @@
-"""Every example runs on two processes, is short, and ends sparse."""
+"""Every example runs on two processes, is short, and ends sparse; those that need a framework are slow."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from worlds import free_port
+from worlds import free_port, run_script
 
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
 NEEDS = {"accelerate_example": "accelerate", "trainer_example": "transformers", "lightning_example": "lightning"}
@@ -21,8 +21,17 @@ def _name(path: Path) -> str:
     return path.stem
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=_name)
+@pytest.mark.processes
+@pytest.mark.parametrize("path", [path for path in EXAMPLES if path.stem not in NEEDS], ids=_name)
 def test_an_example_runs_on_two_processes_and_ends_sparse(path: Path, tmp_path: Path) -> None:
+    first, second = run_script(2, path, folder=tmp_path, timeout=200)
+    assert first.code == second.code == 0, first.output + second.output
+    assert "sparse" in first.output.splitlines()[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", EXAMPLES, ids=_name)
+def test_torchrun_starts_an_example_that_ends_sparse(path: Path, tmp_path: Path) -> None:
     pytest.importorskip(NEEDS.get(path.stem, "torch"))
     assert "sparse" in launch(path, 2, tmp_path).splitlines()[-1]
 

@@ -62,6 +62,7 @@ def _train_as_rank(folder: str) -> float:
     return summary.validation["accuracy"]
 
 
+@pytest.mark.processes
 def test_the_example_trains_on_two_ranks_under_oktopk(example):
     first, second = run_processes(2, _train_as_rank, str(example), timeout=90)
     assert first == second

@@ -17,7 +17,7 @@ import fault_cases
 from fault_cases import TIMEOUT
 from worlds import TESTS, free_port, run_processes, start
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 GRACE = 5.0  # seconds after the timeout, as promised in docs/resuming-and-faults.md
 
 

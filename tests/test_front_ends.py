@@ -18,7 +18,7 @@ RANKS = 3
 TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-6, torch.bfloat16: 2e-6}  # of residuals, kept in float32
 
 
-pytestmark = pytest.mark.timeout(500)  # starting processes takes long on a busy machine
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(500)]  # starting processes takes long on a busy machine
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from torch import Tensor
 import lifetime_cases as cases
 from worlds import run_processes
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")

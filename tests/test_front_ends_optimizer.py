@@ -24,22 +24,26 @@ def world() -> list[dict[str, Result]]:
     return run_processes(3, cases.run_cases, timeout=400)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("case", cases.CASES)
 def test_replicas_stay_bitwise_equal(case: str, world: list[dict[str, Result]]) -> None:
     check_equal([rank[case] for rank in world])
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("case", cases.CASES)
 def test_no_gradient_is_lost(case: str, world: list[dict[str, Result]]) -> None:
     check_conservation([rank[case] for rank in world])
 
 
+@pytest.mark.processes
 def test_clipping_before_limits_what_each_rank_gives(world: list[dict[str, Result]]) -> None:
     given = world[0]["clipped before"].given
     norm = sum(float(g.square().sum()) for g in given.values()) ** 0.5
     assert 0 < norm <= 30 * 0.05 / 3**0.5 * (1 + 1e-6)
 
 
+@pytest.mark.processes
 def test_options_agree_with_one_process_that_sees_every_batch() -> None:
     for rank in run_processes(2, cases.same_as_one_process, timeout=200):
         for name, (ours, alone) in rank.items():
@@ -47,6 +51,7 @@ def test_options_agree_with_one_process_that_sees_every_batch() -> None:
                 torch.testing.assert_close(ours[parameter], alone[parameter], rtol=1e-4, atol=1e-6, msg=name)
 
 
+@pytest.mark.processes
 def test_schedulers_closures_state_and_misuse() -> None:
     for seen in run_processes(2, cases.duties, timeout=200):
         assert seen["closure"] > 0
@@ -58,6 +63,7 @@ def test_schedulers_closures_state_and_misuse() -> None:
         assert "before wrapping it" in seen["group"]
 
 
+@pytest.mark.processes
 def test_a_skipped_step_of_a_grad_scaler_keeps_residuals() -> None:
     world = run_processes(2, cases.scaled, timeout=200)
     assert all(rank["kept"] for rank in world)
@@ -116,6 +122,7 @@ optimizer.reducer.close()
 """
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told to keep freed memory")
 def test_gradients_live_in_memory_that_was_touched_before() -> None:
     done = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True, timeout=100)

@@ -67,6 +67,7 @@ def batch(tmp_path: Path) -> Batch:
     return made
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_a_script_starts_one_torchrun_per_node(system: str, batch: Batch) -> None:
     script = batch.write(system, "train", "speech", "--data", "my corpus", "--lr", "0.1")
@@ -97,6 +98,7 @@ def test_a_script_asks_for_what_it_needs(system: str, asked: list[str], batch: B
     assert all(any(wanted in line for line in directives) for wanted in asked)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_a_failure_of_the_workers_is_one_of_the_job(system: str, batch: Batch) -> None:
     batch.stand_in("srun", "exit 3")
@@ -105,6 +107,7 @@ def test_a_failure_of_the_workers_is_one_of_the_job(system: str, batch: Batch) -
     assert subprocess.run([BASH, script], env=batch.environment, timeout=30).returncode == 3
 
 
+@pytest.mark.processes
 def test_the_end_of_the_time_is_told_to_the_workers_and_the_job_counts_as_done(batch: Batch) -> None:
     told = batch.folder / "told"
     os.mkfifo(batch.folder / "ready")

@@ -139,6 +139,7 @@ def wait_for(path: Path, seconds: float = 120.0) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.slow  # in one world of processes: tests/test_training_checkpoints.py
 def test_a_killed_run_resumed_ends_with_the_weights_of_one_that_was_not(tmp_path: Path) -> None:
     words = ["--epochs", "5", "--checkpoint-every", "4", "--kill-at", "21"]  # inside epoch 3
     whole = start(tmp_path, "whole", *words)
@@ -159,6 +160,7 @@ def test_a_killed_run_resumed_ends_with_the_weights_of_one_that_was_not(tmp_path
     assert steps == list(range(30))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("number", "code"),
     [
@@ -180,6 +182,7 @@ def test_a_signal_to_the_launcher_writes_a_checkpoint_and_leaves_no_orphan(
     assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
 
 
+@pytest.mark.processes
 def test_workers_do_not_outlive_a_launcher_that_was_killed(tmp_path: Path) -> None:
     process = start(tmp_path, "run", "--epochs", "100000")
     wait_for(tmp_path / "run" / "checkpoints" / "last.json")
@@ -189,6 +192,7 @@ def test_workers_do_not_outlive_a_launcher_that_was_killed(tmp_path: Path) -> No
     assert not alive
 
 
+@pytest.mark.slow  # in one world of processes: tests/test_training.py
 def test_bad_data_on_one_worker_is_one_message(tmp_path: Path) -> None:
     process = start(tmp_path, "run", "--fail-at", "4")
     output = process.communicate(timeout=200)[0]
@@ -225,6 +229,7 @@ def test_the_same_command_joins_the_world_of_mpirun(tmp_path: Path) -> None:
     assert "2 workers" in ended.stdout
 
 
+@pytest.mark.processes
 def test_ranks_of_mpiexec_form_a_world(tmp_path: Path) -> None:
     """What mpiexec of MPICH does, by hand: two children of one process that know rank and size, here and in all."""
     words = ["train", TOY, "--runs", str(tmp_path), "--name", "run", "--no-tensorboard", "--epochs", "1"]

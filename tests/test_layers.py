@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 PACKAGE = Path(__file__).parent.parent / "src" / "oktopk"
 
@@ -43,8 +42,13 @@ def room_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
+@cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(ast.parse(path.read_text())))
+
+
 def imports(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -52,48 +56,41 @@ def imports(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def _label(path: Path) -> str:
-    return str(path.relative_to(PACKAGE))
+def rooms_imported(path: Path) -> set[str]:
+    parts = [name.split(".") for name in imports(path)]
+    return {words[1] for words in parts if words[0] == "oktopk" and len(words) > 1} & ROW_OF.keys()
 
 
-@pytest.mark.parametrize("path", MODULES, ids=_label)
-def test_imports_point_downwards(path: Path) -> None:
-    room = room_of(path)
-    if room == "__init__":
-        return
-    for name in imports(path):
-        parts = name.split(".")
-        if parts[0] != "oktopk" or len(parts) < 2:
-            continue
-        other = parts[1]
-        if other == room or other not in ROW_OF or (room, other) in SIBLINGS:
-            continue
-        assert ROW_OF[other] < ROW_OF[room], f"{room} may not import {other}"
+def test_imports_point_downwards() -> None:
+    for path in MODULES:
+        room = room_of(path)
+        for other in rooms_imported(path) - {room} if room != "__init__" else ():
+            assert (room, other) in SIBLINGS or ROW_OF[other] < ROW_OF[room], f"{path}: {room} may not import {other}"
 
 
-@pytest.mark.parametrize("path", MODULES, ids=_label)
-def test_every_room_has_a_row(path: Path) -> None:
-    assert room_of(path) in {*ROW_OF, "__init__"}, f"{path.name} stands in no row of the architecture"
+def test_every_room_has_a_row() -> None:
+    for path in MODULES:
+        assert room_of(path) in {*ROW_OF, "__init__"}, f"{path} stands in no row of the architecture"
 
 
-@pytest.mark.parametrize("path", MODULES, ids=_label)
-def test_outside_libraries_stay_in_their_rooms(path: Path) -> None:
-    room, names = room_of(path), list(imports(path))
-    if any(name.startswith("torch.distributed") for name in names):
-        assert room in DISTRIBUTED, f"torch.distributed has no place in {room}"
-    if any(name.split(".")[0] in ("numba", "llvmlite") for name in names):
-        assert room in ("kernels", "wire") and path.name != "reference.py"
-    if any(name.split(".")[0] == "triton" for name in names):
-        assert room == "kernels" and path.name == "triton_loops.py"
+def test_outside_libraries_stay_in_their_rooms() -> None:
+    for path in MODULES:
+        room, names = room_of(path), list(imports(path))
+        libraries = {name.split(".")[0] for name in names}
+        if any(name.startswith("torch.distributed") for name in names):
+            assert room in DISTRIBUTED, f"{path}: torch.distributed has no place in {room}"
+        if libraries & {"numba", "llvmlite"}:
+            assert room in ("kernels", "wire") and path.name != "reference.py", f"{path}: numba has no place there"
+        if "triton" in libraries:
+            assert room == "kernels" and path.name == "triton_loops.py", f"{path}: triton has no place there"
 
 
-@pytest.mark.parametrize("path", MODULES, ids=_label)
-def test_only_the_command_line_prints_and_nobody_sleeps(path: Path) -> None:
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Call):
-            called = ast.unparse(node.func)
-            assert called != "time.sleep", f"{path}:{node.lineno} sleeps"
-            assert called != "print" or room_of(path) == "cli", f"{path}:{node.lineno} prints"
+def test_only_the_command_line_prints_and_nobody_sleeps() -> None:
+    for path in MODULES:
+        for call in (node for node in nodes(path) if isinstance(node, ast.Call)):
+            called = ast.unparse(call.func)
+            assert called != "time.sleep", f"{path}:{call.lineno} sleeps"
+            assert called != "print" or room_of(path) == "cli", f"{path}:{call.lineno} prints"
 
 
 def test_algorithms_do_not_import_each_other() -> None:

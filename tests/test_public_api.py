@@ -56,6 +56,7 @@ def loaded(code: str, modules: str) -> list[str]:
     return list(ast.literal_eval(ended.stdout.splitlines()[-1]))
 
 
+@pytest.mark.processes
 def test_importing_the_library_is_light() -> None:
     """Training, reports and their dependencies must not be paid by `import oktopk`."""
     heavy = "rich tyro tensorboard transformers lightning accelerate soundfile numba"
@@ -63,6 +64,7 @@ def test_importing_the_library_is_light() -> None:
     assert loaded("import oktopk, oktopk.integrations; oktopk.Reducer, oktopk.register", heavy) == []
 
 
+@pytest.mark.processes
 def test_the_list_of_commands_waits_for_nothing() -> None:
     heavy = "torch numpy numba rich tyro oktopk.reducer"
     assert loaded("from oktopk.cli import main; main(['--help'])", heavy) == []

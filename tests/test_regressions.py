@@ -156,6 +156,7 @@ def _different_step_counts() -> str:
     return "no error"
 
 
+@pytest.mark.processes
 def test_a_step_counter_that_differs_after_a_resume_is_an_error_not_a_deadlock() -> None:
     outcomes = start(2, _different_step_counts, timeout=30)
     assert all(outcome.ok for outcome in outcomes), [outcome.output for outcome in outcomes]

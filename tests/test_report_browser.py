@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,11 @@ from run_directories import write_run
 from test_report import FIGURES
 
 REASON = why_not()
-pytestmark = [pytest.mark.skipif(REASON is not None, reason=str(REASON)), pytest.mark.timeout(180)]
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
+    pytest.mark.timeout(180),
+]
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +55,12 @@ def requests(driver: Any) -> set[str]:
     return {url for url in sent if not url.startswith(("data:", "chrome:", "chrome-untrusted:"))}
 
 
-@pytest.mark.parametrize("name", ["one", "several", "empty"])
-@pytest.mark.parametrize("width", [1360, 768, 360])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+VIEWS = list(itertools.product(["several", "one", "empty"], [360, 768, 1360], ["dark", "light"]))
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "scheme"), [VIEWS[0], *(pytest.param(*view, marks=pytest.mark.slow) for view in VIEWS[1:])]
+)
 def test_a_page_is_quiet_and_fits(driver: Any, pages: dict[str, Path], name: str, width: int, scheme: str) -> None:
     visit(driver, pages[name], width, scheme)
     assert driver.execute_script("return document.documentElement.scrollWidth") <= width

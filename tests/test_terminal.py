@@ -11,7 +11,7 @@ import pytest
 from trainings import TOY
 from trainings import plain_kernels as plain_kernels
 
-pytestmark = [pytest.mark.usefixtures("plain_kernels"), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("plain_kernels"), pytest.mark.timeout(400)]
 TESTS = Path(__file__).parent
 
 

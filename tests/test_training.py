@@ -141,6 +141,7 @@ def test_an_existing_run_is_not_overwritten(tmp_path: Path) -> None:
         train_alone(toy_config(tmp_path, "run", epochs=0))
 
 
+@pytest.mark.processes
 def test_the_reported_loss_is_the_mean_over_ranks(tmp_path: Path) -> None:
     run_processes(2, train_as_rank, toy_config(tmp_path, "two", epochs=1, algorithm="dense", lr=0.0))
     two = strict_rows(tmp_path / "two" / "steps.jsonl")
@@ -148,12 +149,14 @@ def test_the_reported_loss_is_the_mean_over_ranks(tmp_path: Path) -> None:
     assert all(row["reduce"]["bytes_sent"] > 0 for row in two)
 
 
+@pytest.mark.processes
 def test_ranks_end_with_the_same_weights_and_a_sharded_validation(tmp_path: Path) -> None:
     summaries = run_processes(2, train_as_rank, toy_config(tmp_path, "run", epochs=2))
     assert summaries[0] == summaries[1]
     assert summaries[0].sparse_steps == 9
 
 
+@pytest.mark.processes
 def test_bad_data_on_one_rank_stops_all_with_its_message(tmp_path: Path) -> None:
     outcomes = start(2, train_as_rank, toy_config(tmp_path, "run", workload_options={"fail_at": 4}), timeout=100)
     assert [outcome.code for outcome in outcomes] == [1, 1]

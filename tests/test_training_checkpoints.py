@@ -60,6 +60,7 @@ def test_a_run_resumed_inside_an_epoch_ends_with_the_same_weights(
     assert same(final_weights(tmp_path / "whole"), final_weights(tmp_path / "cut"))
 
 
+@pytest.mark.processes
 def test_a_run_resumed_by_two_ranks_ends_with_the_same_weights(tmp_path: Path) -> None:
     run_processes(2, train_as_rank, toy_config(tmp_path, "whole", epochs=4), timeout=100)
     run_processes(2, train_as_rank, toy_config(tmp_path, "cut", epochs=4, max_steps=15), timeout=100)
@@ -151,6 +152,7 @@ def test_a_checkpoint_of_another_algorithm_is_refused(tmp_path: Path) -> None:
         resume_alone(tmp_path / "run", algorithm="topka", algorithm_options={})
 
 
+@pytest.mark.processes
 def test_a_run_can_be_resumed_by_another_number_of_workers(tmp_path: Path) -> None:
     run_processes(2, train_as_rank, toy_config(tmp_path, "run", epochs=2, max_steps=9), timeout=100)
     summary = resume_alone(tmp_path / "run", max_steps=None)

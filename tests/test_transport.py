@@ -55,6 +55,7 @@ def _exercise_gloo() -> list[int]:
     return [metered.bytes_sent, metered.bytes_received]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_verbs_over_gloo(world_size: int) -> None:
     counts = run_processes(world_size, _exercise_gloo)
@@ -72,6 +73,7 @@ def _subgroup() -> list[int]:
     return seen
 
 
+@pytest.mark.processes
 def test_a_group_of_some_ranks_works_without_the_others() -> None:
     assert run_processes(3, _subgroup) == [[], [0, 2], [1, 2]]
 
@@ -137,9 +139,10 @@ def _silent_peer() -> None:
     else:
         import time
 
-        time.sleep(10)
+        time.sleep(5)
 
 
+@pytest.mark.processes
 def test_a_silent_peer_is_given_up_after_the_timeout() -> None:
     first, _ = start(2, _silent_peer, timeout=40)
     assert first.code == 1

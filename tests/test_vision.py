@@ -59,6 +59,7 @@ def test_shapes_are_the_same_for_the_same_seed_and_others_for_another():
     assert np.bincount(labels).tolist() == [70] * 10
 
 
+@pytest.mark.slow
 def test_a_linear_model_stays_below_half_on_shapes():
     pixels, labels = shapes.draw(4000, seed=1)
     inputs = np.concatenate([pixels.reshape(4000, -1) / 128.0 - 1.0, np.ones((4000, 1))], axis=1)

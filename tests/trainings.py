@@ -45,7 +45,7 @@ def train_as_rank(config: TrainConfig) -> Summary:
 
 
 def resume_alone(run: Path, **changes: Any) -> Summary:
-    return train_alone(changed(resumed_config(run, TOY), **changes))
+    return train_alone(changed(resumed_config(run, trust=True), **changes))
 
 
 def changed(config: TrainConfig, **changes: Any) -> TrainConfig:

@@ -9,6 +9,7 @@ import contextlib
 import multiprocessing
 import os
 import pickle
+import runpy
 import signal
 import socket
 import sys
@@ -32,6 +33,7 @@ _server.set_forkserver_preload(["preload"])
 
 def _start_server() -> None:
     """The server looks for what it is to preload on its own path, and is silent when that is not there."""
+    sys.audit("tests.fork")  # tests that come here are marked: conftest.py
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(TESTS), prepend=os.pathsep)
         ensure_running()
@@ -73,18 +75,32 @@ def start(
     world_size: int, work: Callable[..., Any], *args: Any, timeout: float = 60.0, before: Before | None = None
 ) -> list[Outcome]:
     """As `run_processes`, but failures are returned, not raised. Every process is gone when this returns."""
-    port = free_port()
+    call = pickle.dumps((work, args, before))
+    return _fork(_environments(world_size), _join_and_work, timeout, call, timeout=timeout + 20)
+
+
+def run_script(world_size: int, script: Path, *words: str, folder: Path, timeout: float = 60.0) -> list[Outcome]:
+    """`python script *words` in a folder, by as many ranks as torchrun would start, with the variables it would set."""
+    return _fork(_environments(world_size), _run_program, folder, [str(script), *words], timeout=timeout)
+
+
+def run_program(words: list[str], folder: Path, environment: dict[str, str], timeout: float = 60.0) -> Outcome:
+    """`python *words` in a folder: a script, or `-m` and a module, with its arguments."""
+    return _fork([environment], _run_program, folder, words, timeout=timeout)[0]
+
+
+def _fork(environments: list[dict[str, str]], run: Callable[..., None], *args: Any, timeout: float) -> list[Outcome]:
+    _start_server()
     with tempfile.TemporaryDirectory() as folder:
-        call = pickle.dumps((work, args, before))
+        places = [Path(folder, str(rank)) for rank in range(len(environments))]
         processes = [
-            _server.Process(target=_rank, args=(_environment(rank, world_size, port), folder, timeout, call))
-            for rank in range(world_size)
+            _server.Process(target=_child, args=(environment, place, run, *args))
+            for environment, place in zip(environments, places, strict=True)
         ]
-        _start_server()
         for process in processes:
             process.start()
-        _join(processes, timeout + 20)
-        return [_outcome(rank, process.exitcode, Path(folder)) for rank, process in enumerate(processes)]
+        _join(processes, timeout)
+        return [_outcome(rank, process.exitcode, places[rank]) for rank, process in enumerate(processes)]
 
 
 def _join(processes: list[Any], timeout: float) -> None:
@@ -96,28 +112,36 @@ def _join(processes: list[Any], timeout: float) -> None:
         process.join()
 
 
-def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    return os.environ | {
-        "RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
+def _environments(world_size: int) -> list[dict[str, str]]:
+    """What torchrun would set for every rank."""
+    world = {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1"}
+    world |= {"MASTER_PORT": free_port(), "OMP_NUM_THREADS": 1}
+    ranks = [world | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(world_size)]
+    return [os.environ | {name: str(value) for name, value in rank.items()} for rank in ranks]
 
 
-def _outcome(rank: int, code: int | None, folder: Path) -> Outcome:
-    result, output = folder / f"result{rank}", folder / f"output{rank}"
-    return Outcome(
-        rank,
-        code,
-        output.read_text(errors="replace") if output.exists() else "",
-        result.read_bytes() if result.exists() else b"",
-    )
+def _outcome(rank: int, code: int | None, place: Path) -> Outcome:
+    output, result = (path.read_bytes() if path.exists() else b"" for path in (_output_of(place), _result_of(place)))
+    return Outcome(rank, code, output.decode(errors="replace"), result)
 
 
-def _rank(environment: dict[str, str], folder: str, timeout: float, call: bytes) -> None:
+def _output_of(place: Path) -> Path:
+    return place.with_suffix(".output")
+
+
+def _result_of(place: Path) -> Path:
+    return place.with_suffix(".result")
+
+
+def _child(environment: dict[str, str], place: Path, run: Callable[..., None], *args: Any) -> None:
     os.environ.clear()
     os.environ |= environment
-    _redirect_output(f"{folder}/output{environment['RANK']}")
+    _redirect_output(_output_of(place))
     assert "preload" in sys.modules, "every rank would import torch by itself, which takes longer than most tests"
+    run(place, *args)
+
+
+def _join_and_work(place: Path, timeout: float, call: bytes) -> None:
     import torch.distributed as dist
 
     work, args, before = pickle.loads(call)
@@ -131,12 +155,23 @@ def _rank(environment: dict[str, str], folder: str, timeout: float, call: bytes)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
-    Path(folder, f"result{environment['RANK']}").write_bytes(pickle.dumps(result))
+    _result_of(place).write_bytes(pickle.dumps(result))
     if dist.is_initialized():  # the work may have left already
         dist.destroy_process_group()
 
 
-def _redirect_output(path: str) -> None:
+def _run_program(_: Path, folder: Path, words: list[str]) -> None:
+    os.chdir(folder)
+    sys.path.insert(0, os.path.dirname(words[0]))
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = words
+        runpy.run_path(words[0], run_name="__main__")
+
+
+def _redirect_output(path: Path) -> None:
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(file, stream)
