@@ -127,6 +127,7 @@ def test_the_last_note_is_written_while_the_interpreter_exits(
     assert witnesses[0].find() == Fault(1, "ValueError: a bug")
 
 
+@pytest.mark.processes
 def test_a_store_that_never_answers_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its process is stopped: torch's own calls would wait for ever. The rank that holds it is to blame."""
     monkeypatch.setattr(witness, "STORE_SECONDS", 0.5)

@@ -26,6 +26,7 @@ def _reduce_once() -> tuple[str, list[float]]:
         return address, reducer.reduce("weight", torch.full((3,), float(reducer.rank))).tolist()
 
 
+@pytest.mark.processes
 @needs_namespaces
 @pytest.mark.parametrize(
     ("line", "name", "interface", "address"),

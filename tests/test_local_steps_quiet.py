@@ -21,6 +21,7 @@ def _obstacle() -> str:
     return probe.stderr.strip() if probe.returncode else ""
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(180)
 @pytest.mark.skipif(bool(_obstacle()), reason=_obstacle() or "-")
 @pytest.mark.parametrize("kind", ["ddp", *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW)])

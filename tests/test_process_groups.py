@@ -75,6 +75,7 @@ def _exercise_foreign() -> tuple[int, int]:
     return again.rank - rank, again.world_size
 
 
+@pytest.mark.processes
 def test_a_group_that_torch_does_not_know_serves_as_it_is() -> None:
     assert run_processes(3, _exercise_foreign) == [(0, 3)] * 3
 
@@ -93,6 +94,7 @@ def _train_over_foreign() -> list[float]:
     return ddp.module.weight.grad.flatten().tolist()  # type: ignore[union-attr]
 
 
+@pytest.mark.processes
 def test_ddp_over_such_a_group_trains() -> None:
     first, second = run_processes(2, _train_over_foreign)
     assert first == second and any(first)
@@ -109,6 +111,7 @@ def _die_in_foreign() -> str:
     return str(caught.value)
 
 
+@pytest.mark.processes
 def test_a_death_in_such_a_group_is_told_by_name() -> None:
     first, second = start(2, _die_in_foreign)
     assert second.code == 3
@@ -148,6 +151,7 @@ def _open_again() -> list[list[list[int]]]:
     return seen
 
 
+@pytest.mark.processes
 def test_a_part_of_the_world_can_be_opened_again() -> None:
     nobody, first, second = run_processes(3, _open_again)
     assert nobody == []

@@ -84,6 +84,7 @@ def test_a_wait_that_is_over_already_does_not_last_for_ever(store: TCPStore) -> 
     assert monotonic() - started < 4.0
 
 
+@pytest.mark.processes
 def test_a_store_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "_ANSWER_SECONDS", 0.5)
     with frozen_store(clients=1) as ((client,), freeze):
@@ -127,6 +128,7 @@ def _forget() -> tuple[str, float]:
     return message, monotonic() - started
 
 
+@pytest.mark.processes
 def test_a_rank_that_forgot_to_register_is_named_by_the_others() -> None:
     world = run_processes(3, _forget)
     for rank in (0, 2):
