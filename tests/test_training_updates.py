@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.usefixtures("plain_kernels"), pytest.mark.timeout(200)
 UPDATES: dict[str, Any] = {"reduce": "updates", "every": 3, "optimizer": "adamw", "density": 0.2}
 
 
+@pytest.mark.processes
 def test_a_run_of_two_ranks_resumed_inside_an_interval_ends_with_the_same_weights(tmp_path: Path) -> None:
     run_processes(2, train_as_rank, toy_config(tmp_path, "whole", epochs=3, **UPDATES), timeout=100)
     run_processes(2, train_as_rank, toy_config(tmp_path, "cut", epochs=3, max_steps=7, **UPDATES), timeout=100)
