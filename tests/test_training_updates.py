@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from oktopk.training.trainer import resumed_config
 from oktopk.workloads.base import Recipe
 from trainings import TOY, changed, final_weights, resume_alone, strict_rows, toy_config, train_alone, train_as_rank
 from trainings import plain_kernels as plain_kernels
-from worlds import run_processes
+from worlds import run_processes, start
 
 pytestmark = [pytest.mark.usefixtures("plain_kernels"), pytest.mark.timeout(200)]
 UPDATES: dict[str, Any] = {"reduce": "updates", "every": 3, "optimizer": "adamw", "density": 0.2}
@@ -47,6 +48,17 @@ def test_updates_want_no_dense_start_and_under_adamw_a_larger_rate() -> None:
     assert TrainConfig(reduce="updates", lr=0.5).recipe(base, 4).lr == 0.5
     assert TrainConfig(reduce="updates", optimizer="lamb").recipe(base, 4).lr == 0.01
     assert TrainConfig().recipe(base, 4) == base
+
+
+@pytest.mark.parametrize("every", [3, 100], ids=["before a synchronisation", "before the end of an epoch"])
+def test_bad_data_between_synchronisations_stops_all_with_its_message(every: int, tmp_path: Path) -> None:
+    config = toy_config(tmp_path, "run", workload_options={"fail_at": 3}, **UPDATES | {"every": every})
+    began = monotonic()
+    outcomes = start(2, train_as_rank, config, timeout=100)
+    assert monotonic() - began < 60, "nobody waits for the timeout"
+    assert [outcome.code for outcome in outcomes] == [1, 1]
+    assert "sample 17 is a stone" in outcomes[0].output and "PeerError" in outcomes[0].output
+    assert "DataError: sample 17 is a stone" in outcomes[1].output
 
 
 @pytest.mark.parametrize(

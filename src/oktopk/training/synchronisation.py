@@ -30,6 +30,8 @@ class Synchronisation(Protocol):
         """What `oktopk.save` and `load` write and read."""
         ...
 
+    sends_every_step: bool  # what the other ranks do next is always a reduction
+
     @property
     def param_groups(self) -> list[dict[str, Any]]: ...
 
@@ -79,6 +81,8 @@ class _Stepping:
 
 class ReduceGradients(_Stepping):
     """Every rank takes the same step on the mean of all gradients."""
+
+    sends_every_step = True
 
     def __init__(self, config: TrainConfig, recipe: Recipe, optimizer: Optimizer, model: nn.Module, sink: Sink) -> None:
         self._optimizer: DistributedOptimizer = DistributedOptimizer(
@@ -131,6 +135,8 @@ class ReduceGradients(_Stepping):
 
 class ReduceUpdates(_Stepping):
     """Every rank takes its own steps on its own gradients, and the change of weights is reduced."""
+
+    sends_every_step = False  # not between synchronisations
 
     def __init__(self, config: TrainConfig, recipe: Recipe, optimizer: Optimizer, model: nn.Module, sink: Sink) -> None:
         self._optimizer, self._model, self._norm_clip = optimizer, model, recipe.norm_clip

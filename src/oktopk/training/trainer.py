@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 from datetime import datetime
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -33,6 +33,7 @@ from oktopk.training.synchronisation import make_synchronisation
 from oktopk.training.values import as_fields
 from oktopk.training.workload import make_workload
 from oktopk.training.world import World
+from oktopk.transport.base import Transport
 from oktopk.workloads.base import Workload
 
 EARLY_STOP, STEP_LIMIT = "early stop", "the limit of steps"
@@ -182,11 +183,23 @@ class Trainer:
             return self._reduce_analyzed(batches, micro_batches, lr)
         try:
             loss = self._accumulate(batches, micro_batches)
-        except Exception as error:  # the other ranks are about to reduce, and hear of it there
-            self.reducer.refuse(error)
+        except Exception as error:
+            self._end_together(error)
         with self.stopwatch.phase("wait"):
             self.optimizer.synchronize()
         return loss
+
+    def _end_together(self, error: Exception) -> NoReturn:
+        """Raise `error`, and see that the other ranks hear of it where they next meet this one."""
+
+        def fail(_: Transport) -> NoReturn:
+            raise error
+
+        if self.optimizer.sends_every_step:
+            self.reducer.refuse(error)
+        # They may as well come to the end of an epoch first: so they are told in both places.
+        self.world.abort(error, self.at.step)
+        self.reducer.communicate(fail)
 
     def _reduce_analyzed(self, batches: Iterator[Any], micro_batches: int, lr: float) -> float:
         """As `_reduce`, but all ranks look at their gradients before anything is sent."""

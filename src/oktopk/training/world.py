@@ -17,8 +17,8 @@ from torch.distributed import DistError
 from oktopk.errors import CommunicationError, PeerError
 from oktopk.front_ends.world import init_process_group
 from oktopk.training.environment import TORCHRUN, RankInfo, find_rank
-from oktopk.transport.base import Transport
-from oktopk.transport.sharing import attempt, raise_any, share, share_error
+from oktopk.transport.base import Fault, Transport
+from oktopk.transport.sharing import attempt, explain, raise_any, share, share_error
 from oktopk.transport.torch_dist import TorchTransport
 
 T = TypeVar("T")
@@ -83,6 +83,10 @@ class World:
         self.fail_together(error)
         return result  # type: ignore[return-value]
 
+    def abort(self, error: Exception, step: int) -> None:
+        """Leave at once: whoever comes to meet this rank reads why it is not there."""
+        self._transport.abort(Fault(self.rank, explain(error), step, "training"))
+
     def close(self) -> None:
         self._transport.close()
 
@@ -91,6 +95,9 @@ class World:
         try:
             yield
         except (RuntimeError, OSError) as error:
+            fault = self._transport.find_fault()
+            if fault is not None and fault.step is not None:  # it said so itself
+                raise PeerError(f"rank {fault.rank}: {fault.error}") from error
             raise PeerError(
                 f"rank {self.rank} cannot reach its peers: another rank has ended, or the network has "
                 f"({str(error).splitlines()[0][:200]})."
