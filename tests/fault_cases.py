@@ -108,6 +108,26 @@ def killed(victim: int, at: float) -> tuple[str, str, float]:
     return kind, message, monotonic() - death[0]
 
 
+def stopped() -> tuple[str, str, float]:
+    """Rank 0, whose process holds the store, is stopped (SIGSTOP) before step 3: nothing of it answers any more."""
+    ddp, _ = model_and_reducer()
+    pids = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(pids, torch.tensor([os.getpid()]))
+    start = [0.0]
+
+    def stop(step: int) -> None:
+        if step == 3:
+            start[0] = monotonic()
+            if dist.get_rank() == 0:
+                os.kill(os.getpid(), signal.SIGSTOP)
+
+    kind, message, _ = caught(lambda: train(ddp, 10_000, stop))
+    seconds = monotonic() - start[0]
+    if dist.get_rank() == dist.get_world_size() - 1:
+        threading.Timer(5.0, lambda: os.kill(int(pids[0]), signal.SIGKILL)).start()  # when the others are done too
+    return kind, message, seconds
+
+
 def raising_script() -> None:
     """Rank 1's own code raises at step 3 and nobody catches anything: everyone must exit."""
     ddp, _ = model_and_reducer()

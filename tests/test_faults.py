@@ -57,6 +57,17 @@ def check_kill(world_size: int, victim: int, at: float) -> None:
 
 
 @pytest.mark.slow
+def test_a_stopped_rank_that_holds_the_store_is_named_by_the_others() -> None:
+    outcomes = start(3, fault_cases.stopped, timeout=60)
+    assert outcomes[0].code == -signal.SIGKILL
+    for outcome in outcomes[1:]:
+        assert outcome.payload, f"rank {outcome.rank} ended with {outcome.code}: {outcome.output[-6000:]}"
+        kind, message, seconds = pickle.loads(outcome.payload)
+        assert kind == "PeerError" and message.startswith("rank 0 failed at step 3"), message
+        assert seconds < TIMEOUT + GRACE
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(3000)
 def test_twenty_kills_at_random_points() -> None:
     dice = random.Random(7)

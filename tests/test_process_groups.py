@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import oktopk
-from oktopk.errors import ConfigError, PeerError, UnsupportedError
+from oktopk.errors import CommunicationError, ConfigError, PeerError, UnsupportedError
 from oktopk.transport import MeteredTransport, TorchTransport, open_transport
 from test_transport import exercise
 from worlds import run_processes, start
@@ -72,6 +72,9 @@ def _exercise_foreign() -> tuple[int, int]:
     again = open_transport(group)
     assert again.agree([rank]) == [[0], [1], [2]]
     group._inner.barrier().wait()
+    group.size = lambda: 2  # type: ignore[method-assign]
+    with pytest.raises(CommunicationError, match="had 3 ranks and has 2 now: close this reducer"):
+        again.agree([rank])
     return again.rank - rank, again.world_size
 
 
@@ -147,6 +150,8 @@ def _open_again() -> list[list[list[int]]]:
             transport = TorchTransport(pair, timedelta(seconds=20))
             seen.append(transport.agree([rank, time]))
             transport.close()
+            with pytest.raises(CommunicationError, match="has left the group"):
+                transport.agree([rank, time])
     dist.barrier()  # the store lives on rank 0
     return seen
 

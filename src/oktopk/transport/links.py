@@ -36,7 +36,7 @@ class Link:
     timeout: timedelta
     store: BoundedStore | None = None  # that the ranks share; None in a world of one
     store_holder: int | None = None  # the rank whose process, or whose launcher's, the store is in
-    _group: Any = None
+    _joined: Any = None
     _limit: timedelta | None = None  # for each call; None: the group itself has one
 
     def connect(self, store: Store) -> None:
@@ -44,7 +44,13 @@ class Link:
 
     def leave(self) -> None:
         """Without the others: those who wait for this rank get an error."""
-        self._group = None  # one that torch does not know of ends with its last reference, and its sockets with it
+        self._joined = None  # one that torch does not know of ends with its last reference, and its sockets with it
+
+    @property
+    def _group(self) -> Any:
+        if self._joined is None:
+            raise CommunicationError("this rank has left the group: its transport was closed, or has failed before.")
+        return self._joined
 
     def all_reduce_(self, tensor: Tensor, op: Op) -> Tensor:
         options = dist.AllreduceOptions()
@@ -137,7 +143,7 @@ class GlooLink(_OwnLink):
     def connect(self, store: Store) -> None:
         # Not by `dist.new_group`, which takes the name of a destroyed group again: Gloo would find its old addresses.
         with _communication_errors("Gloo cannot connect the ranks; GLOO_SOCKET_IFNAME says which interface to use"):
-            self._group = dist.ProcessGroupGloo(
+            self._joined = dist.ProcessGroupGloo(
                 PrefixStore("gloo", store), self.rank, len(self.ranks), timeout=self.timeout
             )
 
@@ -151,13 +157,13 @@ class OtherLink(_OwnLink):
             self.device = torch.device("cuda", torch.cuda.current_device())
         is_subset = len(self.ranks) < dist.get_world_size()
         with _communication_errors():
-            self._group = dist.new_group(
+            self._joined = dist.new_group(
                 list(self.ranks), timeout=self.timeout, backend=backend, use_local_synchronization=is_subset
             )
 
     def leave(self) -> None:
-        if self._group is not None and dist.is_initialized():
-            dist.destroy_process_group(self._group)
+        if self._joined is not None and dist.is_initialized():
+            dist.destroy_process_group(self._joined)
         super().leave()
 
     def _start(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> list[dist.Work]:
@@ -172,7 +178,7 @@ class GivenLink(Link):
 
     def __init__(self, group: Any, timeout: timedelta | None) -> None:
         _require_usable(group)
-        self._group, self._limit, self.timeout = group, timeout, timeout or dist.default_pg_timeout
+        self._joined, self._limit, self.timeout = group, timeout, timeout or dist.default_pg_timeout
         self.ranks, self.rank = range(group.size()), 0
         if len(self.ranks) == 1:
             return
@@ -183,6 +189,14 @@ class GivenLink(Link):
             raise CommunicationError(
                 f"{group!r} does not connect its {len(self.ranks)} ranks ({error}): {DUTY}"
             ) from error
+
+    def all_to_all(self, outgoing: Tensor) -> Tensor:  # with which every reduction begins
+        if self._group.size() != len(self.ranks):
+            raise CommunicationError(
+                f"the group had {len(self.ranks)} ranks and has {self._group.size()} now: close this reducer and "
+                "create another on every rank; oktopk.save and oktopk.load carry the residuals over."
+            )
+        return super().all_to_all(outgoing)
 
     def _find_rank(self) -> int:
         """Which part of an exchange is ours: `rank()` of a group that can be reconfigured may be that of its birth."""
