@@ -372,3 +372,13 @@ def test_runs_from_before_waits_were_recorded_still_add_up(tmp_path: Path) -> No
     assert found.hidden is None
     assert found.step_seconds == pytest.approx(sum(sum(line["seconds"].values()) for line in lines) / len(lines))
     assert "Hidden communication" not in page_of(path)
+
+
+def test_a_final_mean_in_the_step_of_a_synchronisation_has_its_own_part(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", steps=6, warmup=2)
+    lines = [json.loads(line) for line in (path / "steps.jsonl").read_text().splitlines()]
+    before = {part.name: part.sent for part in parts(read_run(path))}
+    lines[-1]["reduce"] |= {"bytes_sent": lines[-1]["reduce"]["bytes_sent"] + 5000, "final_bytes": 5000}
+    write_lines(path / "steps.jsonl", lines)
+    assert {part.name: part.sent for part in parts(read_run(path))} == before | {"final mean": 5000}
+    assert "in the final mean" in page_of(path)

@@ -33,6 +33,7 @@ class StepRecord:
     residual_norm: float
     seconds: Mapping[str, float]  # select, pack, exchange, sum, gather, unpack
     message_sizes: Mapping[str, Mapping[int, int]] = field(default_factory=dict)  # operation -> bytes -> messages sent
+    final_bytes: int = 0  # of those sent: a dense mean that ended local steps in the same step as a synchronisation
     skipped: bool = False  # a rank's gradient was not finite and the policy was to skip
 
     @property
@@ -87,6 +88,7 @@ def merge(records: Sequence[StepRecord]) -> StepRecord:
 
 _SUMMED = (
     "numel", "k", "selected_local", "selected_global", "bytes_sent", "bytes_received", "dense_bytes", "messages",
+    "final_bytes",
 )  # fmt: skip
 
 

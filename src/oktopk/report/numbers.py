@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from statistics import fmean, median
 
@@ -110,9 +110,12 @@ def parts(run: Run) -> list[Part]:
     start, later = records[: sparse[0]], [r for r in records[sparse[0] :] if r.phase == "dense"]
     # One dense step at the very end is the mean of what ranks still owe; any other was dense by choice, as of auto.
     is_final = len(later) == 1 and sparse[-1] == len(records) - 2
+    final = float(sum(record.final_bytes for record in records))  # what shared its step with a sparse reduction
+    steps = _part("sparse steps", [records[n] for n in sparse])
     found = [
         _part("dense start", start),
-        _part("sparse steps", [records[n] for n in sparse]),
+        replace(steps, sent=steps.sent - final),
+        Part("final mean", int(final > 0), final),
         _part("final mean" if is_final else "later dense steps", later),
     ]
     return [part for part in found if part.steps]

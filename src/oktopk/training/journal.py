@@ -162,4 +162,5 @@ def _by_step(records: Sequence[StepRecord]) -> dict[int, StepRecord]:
 def _also_sent(first: StepRecord, more: StepRecord) -> StepRecord:
     """A bucket that was reduced twice in one step: the final mean of updates follows their last synchronisation."""
     names = ("bytes_sent", "bytes_received", "messages")
-    return replace(first, **{name: getattr(first, name) + getattr(more, name) for name in names})
+    sums = {name: getattr(first, name) + getattr(more, name) for name in names}
+    return replace(first, **sums, final_bytes=first.final_bytes + more.bytes_sent)
