@@ -50,6 +50,7 @@ def test_updates_want_no_dense_start_and_under_adamw_a_larger_rate() -> None:
     assert TrainConfig().recipe(base, 4) == base
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("every", [3, 100], ids=["before a synchronisation", "before the end of an epoch"])
 def test_bad_data_between_synchronisations_stops_all_with_its_message(every: int, tmp_path: Path) -> None:
     config = toy_config(tmp_path, "run", workload_options={"fail_at": 3}, **UPDATES | {"every": every})
