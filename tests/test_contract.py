@@ -30,9 +30,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("gaussiank", {"split_and_reduce": True}),
     ("randomk", {"order": "random", "block": 3, "seed": 5}),
     ("oktopk", {"threshold": "reused", "reestimate_every": 2, "repartition_every": 2}),
-    ("oktopk", {"balance_factor": 1.0, "in_flight": 1}),
+    ("oktopk", {"balance_factor": 1.0, "in_flight": 1, "in_turn": 0.8}),
     ("oktopk", {"in_turn": 0.3}),
-    ("oktopk", {"in_turn": 0.9, "threshold": "reused"}),
 ]
 
 
@@ -157,7 +156,7 @@ def test_density_one_gives_the_dense_mean(variant: Any, world_size: int) -> None
         torch.testing.assert_close(ranks[0][step].mean.double(), dense, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("wire", ["float32", "float16", "int8", "codebook2"])
 @pytest.mark.parametrize("variant", VARIANTS, ids=_name)
 def test_save_load_continue_equals_continue(variant: Any, wire: str) -> None:
     algorithm, options = variant
