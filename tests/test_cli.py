@@ -238,7 +238,11 @@ def test_the_doctor_ends_in_one_line(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_an_epoch_in_words_names_both_phases() -> None:
-    entry = EpochEntry(5, 14, 2, 12, 0, 3.0, 9.0, 1.6, 0.98, 50.2, 2e7, 1.9e6, 1.93e8, {"loss": 1.0, "WER": 0.5})
+    entry = EpochEntry(
+        epoch=5, steps=14, dense_steps=2, sparse_steps=12, skipped_steps=0, seconds=3.0, wall_seconds=9.0,
+        train_loss=1.6, sparsity=0.98, compression_ratio=50.2, bytes_per_step=2e7, sparse_bytes_per_step=1.9e6,
+        dense_bytes_per_step=1.93e8, validation={"loss": 1.0, "WER": 0.5},
+    )  # fmt: skip
     assert epoch_text(entry, "WER") == (
         "epoch 5 train loss 1.60 | dense 2/14 steps, sent 193 MB/step | sparse 12/14 steps, sparsity 0.980, "
         "ratio 50.2, sent 1.9 MB/step (dense 193 MB) | validation WER 0.500, loss 1.000 | 3.0s"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import signal
 import threading
 from collections.abc import Callable
@@ -14,13 +13,15 @@ from typing import Any
 import pytest
 import torch
 
+from oktopk import checkpoint as checkpoint_module
+from oktopk.checkpoint import read_rank
 from oktopk.errors import CheckpointError, ConfigError
-from oktopk.training import checkpoint as checkpoint_module
 from oktopk.training.checkpoint import complete, find_checkpoint
 from oktopk.training.config import TrainConfig
 from oktopk.training.observer import Observer, Step
-from oktopk.training.run_directory import write_json
+from oktopk.training.run_directory import RunDirectory, write_json
 from oktopk.training.trainer import resumed_config
+from toy import ToyWorkload
 from trainings import (
     TOY,
     changed,
@@ -120,16 +121,16 @@ def test_old_checkpoints_go_and_the_best_stays(tmp_path: Path) -> None:
 def test_a_full_disk_is_a_clear_error_and_leaves_the_last_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, calls = checkpoint_module.save_file, []
+    real, calls = checkpoint_module.write_whole, []
 
-    def fill_up(path: Path, state: Any) -> None:
+    def fill_up(path: Path, data: bytes) -> None:
         calls.append(path)
         if len(calls) > 2:
-            path.write_bytes(b"half of i")
+            path.with_name(f"{path.name}.tmp").write_bytes(data[: len(data) // 2])
             raise OSError(errno.ENOSPC, "No space left on device")
-        real(path, state)
+        real(path, data)
 
-    monkeypatch.setattr(checkpoint_module, "save_file", fill_up)
+    monkeypatch.setattr(checkpoint_module, "write_whole", fill_up)
     with pytest.raises(CheckpointError, match=r"No space left on device.*step-00000006 is intact"):
         train_alone(toy_config(tmp_path, "run", epochs=3))
     assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("*step*")] == ["step-00000006"]
@@ -160,12 +161,22 @@ def test_a_run_can_be_resumed_by_another_number_of_workers(tmp_path: Path) -> No
     assert [row["step"] for row in strict_rows(tmp_path / "run" / "steps.jsonl")] == list(range(12))
 
 
-@pytest.mark.parametrize("file", ["shared.pt", "rank-0.pt", "meta.json"])
+@pytest.mark.parametrize("file", ["rank-0-of-1-*.safetensors", "manifest.json"])
 def test_a_damaged_checkpoint_is_a_clear_error(file: str, tmp_path: Path) -> None:
     train_alone(toy_config(tmp_path, "run"))
-    path = find_checkpoint(tmp_path / "run") / file
+    (path,) = find_checkpoint(tmp_path / "run").glob(file)
     path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(CheckpointError, match=rf"{file}.*damaged"):
+    with pytest.raises(
+        CheckpointError, match=rf"{path.name} is damaged.*Other checkpoints of this run: \S*step-00000006"
+    ):
+        resume_alone(tmp_path / "run")
+
+
+def test_a_checkpoint_of_the_first_version_is_named_as_such(tmp_path: Path) -> None:
+    train_alone(toy_config(tmp_path, "run", epochs=1))
+    checkpoint = find_checkpoint(tmp_path / "run")
+    (checkpoint / "manifest.json").rename(checkpoint / "meta.json")
+    with pytest.raises(CheckpointError, match=r"step-00000006 was written by oktopk 0\.1"):
         resume_alone(tmp_path / "run")
 
 
@@ -182,7 +193,7 @@ class PowerLoss(BaseException):
 def test_a_power_loss_while_a_checkpoint_is_replaced_leaves_one_to_resume(
     actions: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    left = actions + 1  # what an earlier attempt left is removed first
+    left = actions  # the file of the rank, the manifest, and then the old file goes
 
     def until_the_power_goes(action: Callable[..., None]) -> Callable[..., None]:
         def act(path: Path, *rest: Any, **options: Any) -> None:
@@ -196,15 +207,47 @@ def test_a_power_loss_while_a_checkpoint_is_replaced_leaves_one_to_resume(
 
     train_alone(toy_config(tmp_path, "whole", epochs=3))
     train_alone(toy_config(tmp_path, "run", epochs=2, keep=9))
+    resumed = changed(resumed_config(tmp_path / "run" / "checkpoints" / "step-00000006", TOY), lr=0.03)
     with monkeypatch.context() as patch:
-        patch.setattr(os, "rename", until_the_power_goes(os.rename))
-        patch.setattr(shutil, "rmtree", until_the_power_goes(shutil.rmtree))
+        patch.setattr(checkpoint_module, "write_whole", until_the_power_goes(checkpoint_module.write_whole))
+        patch.setattr(Path, "unlink", until_the_power_goes(Path.unlink))
+        patch.setattr(RunDirectory, "rewind", lambda self, step, epoch: None)
         with pytest.raises(PowerLoss):  # going back to an earlier checkpoint writes the last one again
-            resume_alone(tmp_path / "run" / "checkpoints" / "step-00000006")
-    resume_alone(tmp_path / "run", epochs=3)
-    assert same(final_weights(tmp_path / "whole"), final_weights(tmp_path / "run"))
-    names = [path.name for path in complete(tmp_path / "run" / "checkpoints")]
-    assert names == ["step-00000006", "step-00000012", "step-00000018"]
+            train_alone(resumed)
+    assert read_rank(find_checkpoint(tmp_path / "run"))["about"]["workload"] == "toy"
+    if actions < 2:  # the old one, so that going on is as if nothing had happened
+        resume_alone(tmp_path / "run", epochs=3, lr=0.02)
+        assert same(final_weights(tmp_path / "whole"), final_weights(tmp_path / "run"))
+
+
+def test_what_a_crash_left_half_written_goes_with_the_next_checkpoint(tmp_path: Path) -> None:
+    train_alone(toy_config(tmp_path, "run", epochs=1))
+    half = tmp_path / "run" / "checkpoints" / "step-00000009"
+    half.mkdir()
+    (half / "rank-0-of-1-abc.safetensors").write_bytes(b"half")
+    assert find_checkpoint(tmp_path / "run").name == "step-00000006"
+    resume_alone(tmp_path / "run", epochs=2)
+    assert not half.exists()
+
+
+def test_tied_weights_are_saved_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Tied(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = torch.nn.Linear(16, 16)
+            self.two = torch.nn.Linear(16, 16)
+            self.two.weight = self.one.weight
+            self.last = torch.nn.Linear(16, 1)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return self.last(self.two(self.one(inputs).tanh()))
+
+    monkeypatch.setattr(ToyWorkload, "model", lambda self: Tied())
+    options: dict[str, Any] = {"epochs": 2, "optimizer": "adamw"}
+    train_alone(toy_config(tmp_path, "whole", **options))
+    train_alone(toy_config(tmp_path, "cut", max_steps=8, **options))
+    resume_alone(tmp_path / "cut", max_steps=None)
+    assert same(final_weights(tmp_path / "whole"), final_weights(tmp_path / "cut"))
 
 
 def test_an_older_checkpoint_can_be_resumed(tmp_path: Path) -> None:
@@ -216,8 +259,8 @@ def test_an_older_checkpoint_can_be_resumed(tmp_path: Path) -> None:
 
 def test_checkpoints_load_without_executing_anything(tmp_path: Path) -> None:
     train_alone(toy_config(tmp_path, "run", epochs=1))
-    for path in find_checkpoint(tmp_path / "run").glob("*.pt"):
-        torch.load(path, weights_only=True)
+    kinds = {path.suffix for path in (tmp_path / "run" / "checkpoints").rglob("*") if path.is_file()}
+    assert kinds == {".json", ".safetensors"}, "neither can hold code"
 
 
 def test_code_that_a_run_names_is_not_run_unless_the_user_says_so(tmp_path: Path) -> None:

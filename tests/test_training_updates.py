@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from oktopk.cli.main import main
 from oktopk.errors import ConfigError
+from oktopk.training.checkpoint import find_checkpoint
 from oktopk.training.config import TrainConfig
 from oktopk.training.trainer import resumed_config
 from oktopk.workloads.base import Recipe
@@ -33,12 +35,14 @@ def test_a_run_of_two_ranks_resumed_inside_an_interval_ends_with_the_same_weight
     assert sent == [*range(2, len(steps), 3), *([len(steps) - 1] if len(steps) % 3 else [])], "and the final mean"
 
 
-def test_alone_a_run_is_what_it_is_without(tmp_path: Path) -> None:
+def test_alone_a_run_is_what_it_is_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train_alone(toy_config(tmp_path, "gradients", epochs=2, optimizer="adamw", algorithm="dense"))
     train_alone(toy_config(tmp_path, "updates", epochs=2, **UPDATES))
     one, other = final_weights(tmp_path / "gradients"), final_weights(tmp_path / "updates")
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert resume_alone(tmp_path / "updates", epochs=3).steps > 0
+    assert main(["inspect", str(find_checkpoint(tmp_path / "updates")), "--csv"]) == 0
+    assert "owed by 0" in capsys.readouterr().out
 
 
 def test_updates_want_no_dense_start_and_under_adamw_a_larger_rate() -> None:

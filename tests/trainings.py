@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from oktopk.training.checkpoint import find_checkpoint, load_file
+from oktopk.checkpoint import read_rank
+from oktopk.training.checkpoint import find_checkpoint
 from oktopk.training.config import TrainConfig
 from oktopk.training.observer import Observer, Summary
 from oktopk.training.trainer import resumed_config, train
@@ -54,7 +55,7 @@ def changed(config: TrainConfig, **changes: Any) -> TrainConfig:
 
 def final_weights(run: Path) -> dict[str, Tensor]:
     """Model of the last checkpoint."""
-    weights: dict[str, Tensor] = load_file(find_checkpoint(run) / "shared.pt")["model"]
+    weights: dict[str, Tensor] = read_rank(find_checkpoint(run))["model"]
     return weights
 
 

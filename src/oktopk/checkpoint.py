@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, cast
@@ -261,15 +262,16 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
 
 def _read(target: Saveable, folder: Path, on_world_change: OnWorldChange) -> tuple[Manifest, Mapping[str, Any]]:
     manifest, reducer = read_manifest(folder), target.reducer
-    files, keep = manifest.files, on_world_change == "redistribute" or manifest.world_size == reducer.world_size
-    inherited = [_read_rank(folder, file) for file in files[reducer.rank :: reducer.world_size]] if keep else []
+    keep = on_world_change == "redistribute" or manifest.world_size == reducer.world_size
+    inherited = range(reducer.rank, manifest.world_size, reducer.world_size) if keep else ()
+    read = cache(lambda rank: _read_rank(folder, manifest.files[rank]))  # often one file is all three
     states = RankStates(
         rank=reducer.rank,
         world_size=reducer.world_size,
         world_size_before=manifest.world_size,
-        first=_read_rank(folder, files[0]),
-        nearest=_read_rank(folder, files[reducer.rank % manifest.world_size]),
-        inherited=inherited,
+        first=read(0),
+        nearest=read(reducer.rank % manifest.world_size),
+        inherited=[read(rank) for rank in inherited],
     )
     return manifest, target.from_rank_states(states)
 

@@ -12,12 +12,13 @@ from typing import Any
 import tyro
 from torch import Tensor
 
-from oktopk.checkpoint import read_manifest, unpack
+from oktopk.checkpoint import MANIFEST, read_manifest, read_rank
 from oktopk.cli.console import bytes_text, console, facts, table
 from oktopk.cli.progress import epoch_text
-from oktopk.training.checkpoint import complete, load_file, read_meta
+from oktopk.training.checkpoint import complete, position_of
 from oktopk.training.journal import EpochEntry
 from oktopk.training.run_directory import EPOCHS, RunDirectory, flat
+from oktopk.training.state import SYNCHRONISATION
 
 _SHOWN = (
     "workload", "preset", "parameters", "algorithm", "density", "warmup_steps", "wire", "world_size", "epochs",
@@ -40,7 +41,7 @@ class Inspect:
     csv: bool = False  # print the table of epochs (of tensors, for a checkpoint) as CSV
 
     def __call__(self) -> int:
-        is_checkpoint = (self.path / "meta.json").is_file()
+        is_checkpoint = (self.path / MANIFEST).is_file()
         rows = checkpoint_rows(self.path) if is_checkpoint else epoch_rows(self.path)
         if self.csv:
             write_csv(rows)
@@ -77,23 +78,21 @@ def epoch_rows(path: Path) -> list[dict[str, Any]]:
 def run_checkpoints(path: Path) -> list[dict[str, Any]]:
     rows = []
     for checkpoint in complete(path / "checkpoints"):
-        position = read_meta(checkpoint)["position"]
-        rows.append({"checkpoint": checkpoint.name, "step": position["step"], "epoch": position["epoch"]})
+        position = position_of(checkpoint)
+        rows.append({"checkpoint": checkpoint.name, "step": position.step, "epoch": position.epoch})
         rows[-1] |= {"size": bytes_text(_size(checkpoint)), "path": str(checkpoint)}
     return rows
 
 
 def checkpoint_head(path: Path) -> dict[str, Any]:
-    meta = read_meta(path)
-    return {**flat(meta), "size": bytes_text(_size(path))}
+    return {**flat(read_manifest(path).about), "size": bytes_text(_size(path))}
 
 
 def checkpoint_rows(path: Path) -> list[dict[str, Any]]:
     """Every tensor of the model, with the norm of what each rank owes to it."""
-    folder = path / "reducer"
-    owed = [unpack((folder / file.name).read_bytes())["residuals"] for file in read_manifest(folder).files]
-    model: Mapping[str, Tensor] = load_file(path / "shared.pt")["model"]
-    return [_tensor_row(name, tensor, owed) for name, tensor in model.items()]
+    states = [read_rank(path, rank) for rank in range(read_manifest(path).world_size)]
+    owed = [_owed(state[SYNCHRONISATION]) for state in states]
+    return [_tensor_row(name, tensor, owed) for name, tensor in states[0]["model"].items()]
 
 
 def write_csv(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -105,6 +104,13 @@ def write_csv(rows: Sequence[Mapping[str, Any]]) -> None:
 
 def _size(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def _owed(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """By name: residuals of gradients, or what a rank has changed in its own weights and not sent."""
+    if "residuals" in state:
+        return dict(state["residuals"])
+    return {name: part for vector in state["weights"] for name, part in vector["owed"].items()}
 
 
 def _tensor_row(name: str, tensor: Tensor, owed: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from torch import nn
 
-from oktopk.training.checkpoint import load_file, read_meta, require_model
+from oktopk.checkpoint import read_rank
+from oktopk.training.checkpoint import require_model
 from oktopk.training.config import TrainConfig
 from oktopk.training.workload import make_workload
 from oktopk.training.world import World
@@ -28,8 +29,8 @@ def evaluate(config: TrainConfig, checkpoint: Path, world: World) -> dict[str, f
     """The validation numbers of a checkpoint, its set dealt out over the ranks of `world`."""
     workload = world.local_first(lambda: make_workload(config))
     model = workload.model()
-    meta = world.together(lambda: read_meta(checkpoint))
-    state = world.together(lambda: load_file(checkpoint / "shared.pt"))["model"]
-    world.together(lambda: require_model(meta, state, checkpoint, model.state_dict()))
-    model.load_state_dict(state)
+    saved = world.together(lambda: read_rank(checkpoint))
+    made = f"{saved['about']['workload']}, preset {saved['about']['preset']}"
+    world.together(lambda: require_model(saved["model"], model.state_dict(), made))
+    model.load_state_dict(saved["model"])
     return validate(model, workload, world)

@@ -9,12 +9,15 @@ from typing import Any
 
 from torch import nn
 
-from oktopk.checkpoint import load
-from oktopk.training.checkpoint import Checkpoints, Position, require_model
+from oktopk.reducer import Reducer
+from oktopk.reduction.rank_states import RankStates
+from oktopk.training.checkpoint import Checkpoints, Position, load_checkpoint, require_model
 from oktopk.training.randomness import random_state, restore_random_state, seed_rank
 from oktopk.training.synchronisation import Synchronisation
 from oktopk.training.world import World
 from oktopk.workloads.base import Workload
+
+SYNCHRONISATION = "synchronisation"  # what `oktopk.save` writes of a reducer, or of local steps
 
 
 @dataclass(frozen=True)
@@ -29,42 +32,70 @@ class State:
 
     def save(self, checkpoints: Checkpoints, at: Position, is_best: bool) -> Path:
         """Write a checkpoint; where it is."""
-        meta = {
+        return checkpoints.save(self, at, self._about(), is_best)
+
+    def restore(self, path: Path, seed: int) -> Position:
+        """Take everything from a checkpoint; how far the run had come."""
+        at, about = load_checkpoint(self, path)
+        if about["world_size"] == self.world.world_size:
+            return at
+        # The same share of the epoch is done, and ranks draw numbers that none has drawn before.
+        seed_rank(seed, self.world.rank, at.step)
+        return replace(at, batch=at.batch * self.batches_per_epoch // max(1, about["batches_per_epoch"]))
+
+    def _about(self) -> dict[str, Any]:
+        return {
             "workload": self.workload.name,
             "preset": self.workload.preset,
-            "algorithm": self.optimizer.reducer.algorithm,
+            "algorithm": self.reducer.algorithm,
+            "world_size": self.world.world_size,
             "batches_per_epoch": self.batches_per_epoch,
         }
-        shared = {"model": self._shared_model(), "optimizer": self.optimizer.shared_state()}
+
+    # -- what `oktopk.save` and `load` ask for -------------------------------------------------------------------
+
+    @property
+    def reducer(self) -> Reducer:
+        return self.optimizer.reducer
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of this rank's state."""
         # Running statistics of normalisation layers differ between ranks inside an epoch.
-        mine = {
+        return {
+            "about": self._about(),
+            "model": self._shared_model(),
+            "optimizer": self.optimizer.shared_state(),
             "workload": self.workload.state_dict(),
             "buffers": dict(self.model.named_buffers()),
             "random": random_state(),
+            SYNCHRONISATION: self.optimizer.saveable.rank_state(),
         }
-        return checkpoints.save(at, meta, shared, mine, self.optimizer.saveable, is_best)
+
+    def rank_state(self) -> dict[str, Any]:
+        """What the file of this rank holds: what all ranks share is in that of rank 0."""
+        state = self.state_dict()
+        shared = () if self.world.is_first else ("model", "optimizer")
+        return {name: part for name, part in state.items() if name not in shared}
+
+    def from_rank_states(self, states: RankStates) -> Mapping[str, Any]:
+        """This rank's state. What belongs to a place in the data is not for ranks of a world of another size."""
+        synchronisation = self.optimizer.saveable.from_rank_states(states.part(SYNCHRONISATION))
+        own = {} if states.is_same_world else {"workload": None, "random": None}
+        return {**states.first, **states.nearest, **own, SYNCHRONISATION: synchronisation}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        about = state["about"]
+        require_model(state["model"], self.model.state_dict(), f"{about['workload']}, preset {about['preset']}")
+        self.model.load_state_dict(dict(state["model"]))
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(state["buffers"][name])
+        self.optimizer.load_shared_state(state["optimizer"])
+        self.optimizer.saveable.load_state_dict(state[SYNCHRONISATION])
+        if state["random"] is not None:
+            self.workload.load_state_dict(state["workload"])
+            restore_random_state(state["random"])
 
     def _shared_model(self) -> dict[str, Any]:
         """A copy of the weights that all ranks have in common."""
         with self.optimizer.shared():
             return {name: value.clone() for name, value in self.model.state_dict().items()}
-
-    def restore(self, checkpoints: Checkpoints, path: Path, seed: int) -> Position:
-        """Take everything from a checkpoint; how far the run had come."""
-        saved = self.world.together(lambda: checkpoints.load(path))
-        self.world.together(lambda: require_model(saved.meta, saved.shared["model"], path, self.model.state_dict()))
-        self.model.load_state_dict(dict(saved.shared["model"]))
-        for name, buffer in self.model.named_buffers():
-            buffer.copy_(saved.mine["buffers"][name])
-        self.optimizer.load_shared_state(saved.shared["optimizer"])
-        load(self.optimizer.saveable, path / "reducer")
-        if saved.meta["world_size"] != self.world.world_size:
-            return self._in_another_world(saved.position, saved.meta, seed)
-        self.workload.load_state_dict(saved.mine["workload"])
-        restore_random_state(saved.mine["random"])
-        return saved.position
-
-    def _in_another_world(self, at: Position, meta: Mapping[str, Any], seed: int) -> Position:
-        """The same share of the epoch is done, and ranks draw numbers that none has drawn before."""
-        seed_rank(seed, self.world.rank, at.step)
-        return replace(at, batch=at.batch * self.batches_per_epoch // max(1, meta["batches_per_epoch"]))

@@ -325,7 +325,7 @@ class Trainer:
     def _resume(self, resume: Path) -> None:
         """Continue exactly where a checkpoint was written."""
         path = self.world.together(lambda: find_checkpoint(resume))
-        self.at = self.state.restore(self.checkpoints, path, self.config.seed)
+        self.at = self.state.restore(path, self.config.seed)
         if self.world.is_first:
             # Only now: a checkpoint that does not fit must leave the run as it was.
             write_json(self.directory.path / "config.json", {**self.directory.config, **self._described()})
