@@ -216,7 +216,7 @@ class DenseContract(Contract):
             with pytest.raises(IndexError):
                 kernels.retain_(torch.zeros(200), stray)
             with pytest.raises(IndexError):
-                kernels.fill_([torch.zeros(200)], stray, 1.0)
+                kernels.fill_([torch.zeros(200)], stray)
 
     def test_tensors_with_gaps_work_too(self, kernels: Kernels) -> None:
         wide = example(400, 5, "normal", torch.float32).view(200, 2)
@@ -227,8 +227,8 @@ class DenseContract(Contract):
             backend.accumulate_(x, wide[:, 1], 20)
             backend.retain_(x, sent)
         assert torch.equal(ours, theirs)
-        kernels.fill_([ours], sent, 2.0)
-        assert torch.equal(ours, sent.to_dense() * 2)
+        kernels.fill_([ours], sent)
+        assert torch.equal(ours, sent.to_dense())
 
     @pytest.mark.parametrize("kind", ["normal", "ties", "zeros", "wide", "ascending", "blocks"])
     def test_large_vectors_take_the_sampled_path(self, kernels: Kernels, kind: str) -> None:

@@ -36,10 +36,6 @@ class Cost:
     def bytes_received(self) -> float:
         return self.payload_words * WORD + self.overhead_bytes
 
-    @property
-    def words_received(self) -> float:
-        return self.bytes_received / WORD
-
 
 def predict(algorithm: str, numel: int, k: int, world_size: int, wire: str = "float32", value_bytes: int = 4) -> Cost:
     """An upper bound for one step of `algorithm` with default options.

@@ -93,6 +93,6 @@ class Kernels(Protocol):
         """
         ...
 
-    def fill_(self, pieces: Sequence[Tensor], vector: SparseVector, scale: float = 1.0) -> None:
-        """pieces, one after the other = vector * scale, zeros included."""
+    def fill_(self, pieces: Sequence[Tensor], vector: SparseVector) -> None:
+        """pieces, one after the other = vector, zeros included."""
         ...

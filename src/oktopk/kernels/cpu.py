@@ -178,14 +178,14 @@ class CpuKernels(ReferenceKernels):
             raise IndexError(f"mean or sent name entries outside of a vector of {difference.numel()}.")
         return float(change + rest)
 
-    def fill_(self, pieces: Sequence[Tensor], vector: SparseVector, scale: float = 1.0) -> None:
+    def fill_(self, pieces: Sequence[Tensor], vector: SparseVector) -> None:
         if not all(piece.is_contiguous() and piece.dtype == pieces[0].dtype for piece in pieces):
-            return super().fill_(pieces, vector, scale)
+            return super().fill_(pieces, vector)
         require_same_size(vector.indices, vector.values)
         for piece in pieces:
             written(piece)
         table = _Pieces.of(pieces)
-        values = (vector.values if scale == 1.0 else vector.values * scale).to(pieces[0].dtype)
+        values = vector.values.to(pieces[0].dtype)
         placed = sparse.fill(table.addresses, table.ends, _numpy(vector.indices), _bits(values))
         if placed < vector.nnz:
             raise IndexError(f"indices must ascend below {table.ends[-1]}; entry {placed} does not.")

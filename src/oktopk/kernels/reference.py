@@ -100,9 +100,9 @@ class ReferenceKernels:
             start += piece.numel()
         return float(difference.to_dense().double().square().sum() - before)
 
-    def fill_(self, pieces: Sequence[Tensor], vector: SparseVector, scale: float = 1.0) -> None:
+    def fill_(self, pieces: Sequence[Tensor], vector: SparseVector) -> None:
         whole = pieces[0].new_zeros(sum(piece.numel() for piece in pieces))
-        whole[vector.indices.long()] = (vector.values * scale).to(whole.dtype)
+        whole[vector.indices.long()] = vector.values.to(whole.dtype)
         for piece, part in zip(pieces, whole.split([piece.numel() for piece in pieces]), strict=True):
             piece.copy_(part.view(piece.shape))
 

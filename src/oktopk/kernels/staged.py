@@ -95,9 +95,9 @@ class StagedKernels:
             piece.add_(part.view(piece.shape))
         return self._energy(difference.to_dense()) - owed
 
-    def fill_(self, pieces: Sequence[Tensor], vector: SparseVector, scale: float = 1.0) -> None:
+    def fill_(self, pieces: Sequence[Tensor], vector: SparseVector) -> None:
         require_inside(vector, sum(piece.numel() for piece in pieces))
-        self._plain.fill_(pieces, vector_to_device(vector, self._device), scale)
+        self._plain.fill_(pieces, vector_to_device(vector, self._device))
 
     def _energy(self, x: Tensor) -> float:
         """The sum of squares, without a wider copy of x. Some devices have no float64."""

@@ -119,15 +119,15 @@ class TritonKernels(StagedKernels):
         moves = [(mean, taken), *((run.with_values(torch.zeros_like(run.values)), run.values) for run in (left, *rest))]
         return _total([self._move(difference, *move) for move in moves])
 
-    def fill_(self, pieces: Sequence[Tensor], vector: SparseVector, scale: float = 1.0) -> None:
+    def fill_(self, pieces: Sequence[Tensor], vector: SparseVector) -> None:
         if not all(piece.is_contiguous() and piece.dtype == pieces[0].dtype for piece in pieces):
-            return super().fill_(pieces, vector, scale)
+            return super().fill_(pieces, vector)
         require_inside(vector, sum(piece.numel() for piece in pieces))
         torch._foreach_zero_(list(pieces))
         if vector.nnz == 0:
             return None
         # Rounded on the host, where it is the same for every kind of device.
-        rounded = (vector.values * scale).to(pieces[0].dtype)
+        rounded = vector.values.to(pieces[0].dtype)
         indices, values = to_device(self._device, vector.indices, rounded)
         where = self._search.table(pieces)
         launch(

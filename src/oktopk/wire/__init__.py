@@ -35,18 +35,16 @@ class Packed(NamedTuple):
 class Wire:
     """Turns sparse vectors into messages and back."""
 
-    def __init__(self, values: str = "float32", indices: str = "auto", stochastic: bool = False, seed: int = 0) -> None:
-        """`stochastic` and `seed` are about int8: round up or down by chance, so that the mean is right."""
+    def __init__(self, values: str = "float32", indices: str = "auto") -> None:
         if sys.byteorder != "little":
             raise UnsupportedError("messages are little-endian, and this processor is not.")
         self.values = values
         self._value_codec = _named(values, value_codecs.NAMES, "value")
         self._index_codec = None if indices == "auto" else _named(indices, index_codecs.NAMES, "index")
-        self._rounding = value_codecs.Rounding(stochastic, seed)
 
     def pack(self, vector: SparseVector) -> Packed:
         """One message that describes itself, on the device of the vector."""
-        encoded = value_codecs.encode(vector.values, self._value_codec, self._rounding)
+        encoded = value_codecs.encode(vector.values, self._value_codec)
         if vector.values.device.type == "cpu":
             message = self._pack_compact(vector, encoded)
         else:

@@ -43,15 +43,7 @@ class Encoded:
     seen: Tensor  # float32 or float64: what decode returns
 
 
-@dataclass(frozen=True)
-class Rounding:
-    """How int8 rounds."""
-
-    stochastic: bool  # up or down by chance, so that the mean is right; else to nearest
-    seed: int
-
-
-def encode(values: Tensor, codec: int, rounding: Rounding) -> Encoded:
+def encode(values: Tensor, codec: int) -> Encoded:
     """Values of any floating dtype as bytes. float64 under FLOAT32 travels as FLOAT64: that codec loses nothing."""
     exact = values if values.dtype == torch.float64 else values.float()
     if not exact.numel():  # an empty selection may have strides that cannot be viewed as bytes
@@ -59,10 +51,10 @@ def encode(values: Tensor, codec: int, rounding: Rounding) -> Encoded:
     if codec == FLOAT32 and exact.dtype == torch.float64:
         codec = FLOAT64
     loops = _loops(exact, codec)
-    if loops is not None and not (codec == INT8 and rounding.stochastic):
+    if loops is not None:
         return _encode_compiled(exact, codec, loops)
     wide = WIDE if exact.dtype == torch.float64 and codec != FLOAT64 else 0
-    parameter, data = _to_bytes(exact, codec, rounding)
+    parameter, data = _to_bytes(exact, codec)
     seen = exact if codec in (FLOAT32, FLOAT64) else decode(data, codec | wide, parameter, exact.numel())
     return Encoded(codec | wide, parameter, data, seen)
 
@@ -132,11 +124,11 @@ def nbytes(codec: int, nnz: int) -> int:
     return _BYTES[kind] * nnz + (4 * -(-nnz // BLOCK) if kind == INT8 else 0)
 
 
-def _to_bytes(values: Tensor, codec: int, rounding: Rounding) -> tuple[int, Tensor]:
+def _to_bytes(values: Tensor, codec: int) -> tuple[int, Tensor]:
     if codec in _BITS:
         return 0, narrow.encode(values, _BITS[codec])
     if codec == INT8:
-        return 0, _to_int8(values, rounding)
+        return 0, _to_int8(values)
     if codec == FLOAT16:
         # Just below the limit of the dtype values would come back as infinity.
         limit = torch.finfo(values.dtype).max * (1 - 2**-11)
@@ -161,12 +153,11 @@ def _scaled(values: Tensor, exponent: int) -> Tensor:
     return values * 2.0**half * 2.0 ** (exponent - half)
 
 
-def _to_int8(values: Tensor, rounding: Rounding) -> Tensor:
+def _to_int8(values: Tensor) -> Tensor:
     blocks = torch.nn.functional.pad(values, (0, -values.numel() % BLOCK)).view(-1, BLOCK)
     scales = (blocks.abs().amax(1) / 127).clamp(max=_INT8_LIMIT).float()
     exact = blocks / torch.where(scales > 0, scales, 1.0)[:, None].to(blocks.dtype)
-    codes = (exact + _dither(values, rounding)).floor() if rounding.stochastic else exact.round()
-    data = codes.clamp(-127, 127).to(torch.int8).view(-1)[: values.numel()]
+    data = exact.round().clamp(-127, 127).to(torch.int8).view(-1)[: values.numel()]
     return torch.cat([scales.view(torch.uint8), data.view(torch.uint8)])
 
 
@@ -175,15 +166,6 @@ def _from_int8(data: Tensor, nnz: int, dtype: torch.dtype) -> Tensor:
     scales = _typed(data[:head], torch.float32).to(dtype)
     codes = data[head:].view(torch.int8).to(dtype)
     return codes * scales.repeat_interleave(BLOCK)[:nnz]
-
-
-def _dither(values: Tensor, rounding: Rounding) -> Tensor:
-    """Uniform in [0, 1), told by seed, place and value: a resumed run rounds as an uninterrupted one."""
-    bits = values.double().view(torch.int64) + torch.arange(values.numel(), device=values.device) * 0x2545F4914F6CDD1D
-    mixed = (bits ^ rounding.seed) * -0x61C8864680B583EB
-    mixed = (mixed ^ ((mixed >> 29) & 0x7FFFFFFFF)) * -0x40A7B892E31B1A47
-    uniform = ((mixed >> 40) & 0xFFFFFF).to(values.dtype) / 2**24
-    return torch.nn.functional.pad(uniform, (0, -values.numel() % BLOCK)).view(-1, BLOCK)
 
 
 def _typed(data: Tensor, dtype: torch.dtype) -> Tensor:
