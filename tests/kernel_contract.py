@@ -203,11 +203,11 @@ class DenseContract(Contract):
         numel = self.large if isinstance(numel, str) else numel
         vector, _ = SPEC.select_topk(example(numel, 4, "normal", torch.float32), numel // 10)
         ours, theirs = torch.full((numel,), 7.0, dtype=dtype), torch.full((numel,), 7.0, dtype=dtype)
-        kernels.fill_([ours], vector, 1 / 3)
-        SPEC.fill_([theirs], vector, 1 / 3)
+        kernels.fill_([ours], vector)
+        SPEC.fill_([theirs], vector)
         assert torch.equal(ours, theirs)
         scattered = cut(ours.fill_(7.0), numel + 3)
-        kernels.fill_(scattered, vector, 1 / 3)
+        kernels.fill_(scattered, vector)
         assert torch.equal(torch.cat(scattered), theirs)
 
     def test_indices_out_of_bounds_are_refused(self, kernels: Kernels) -> None:

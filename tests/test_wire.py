@@ -286,7 +286,7 @@ def test_compiled_values_have_the_bits_of_torch(values: list[float], name: str, 
 def test_the_path_off_the_cpu_speaks_the_same_format() -> None:
     for numel in (1000, 2**33):
         sparse = vector(torch.tensor([3, 4, 900]), numel)
-        encoded = wire_package.value_codecs.encode(sparse.values, 0, Wire()._rounding)
+        encoded = wire_package.value_codecs.encode(sparse.values, 0)
         message = wire_package._pack_raw(sparse, encoded)
         back = Wire().unpack(message)
         assert torch.equal(back.indices, sparse.indices) and torch.equal(back.values, sparse.values)
