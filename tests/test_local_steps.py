@@ -414,13 +414,25 @@ def test_sparse_gradients_under_adam_are_advised_against_once(
 
 def test_the_advice_waits_for_the_optimizer_that_steps_the_model(caplog: pytest.LogCaptureFixture) -> None:
     model, other = model_of(), model_of(1)
-    advise_at_first_step(model.parameters())
+    handle = advise_at_first_step(model.parameters())
     push(other, _adam(other), 0, 0)
     assert not caplog.text
     optimizer = _adam(model)
     for step in range(3):
         push(model, optimizer, 0, step)
+    handle.remove()
     assert caplog.text.count("oktopk.local_steps") == 1
+
+
+def test_two_models_that_wait_for_advice_are_both_stepped(caplog: pytest.LogCaptureFixture) -> None:
+    """torch walks through all such hooks at every step: one that removed itself would end the walk with an error."""
+    models = model_of(), model_of(1)
+    handles = [advise_at_first_step(model.parameters()) for model in models]
+    for model in models:
+        push(model, _adam(model), 0, 0)
+    for handle in handles:
+        handle.remove()
+    assert caplog.text.count("oktopk.local_steps") == 2
 
 
 @pytest.mark.slow

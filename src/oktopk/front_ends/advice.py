@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from oktopk.config import ReducerConfig
 
@@ -31,16 +32,16 @@ def advise(optimizer: Optimizer) -> None:
         log.warning(ADVICE, type(optimizer).__name__)
 
 
-def advise_at_first_step(parameters: Iterable[nn.Parameter]) -> None:
-    """As `advise`, of the optimizer that turns out to step these parameters."""
-    known = frozenset(map(id, parameters))
+def advise_at_first_step(parameters: Iterable[nn.Parameter]) -> RemovableHandle:
+    """As `advise`, of the optimizer that turns out to step these parameters; the handle ends it."""
+    known = {id(parameter) for parameter in parameters}
 
     def look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if any(id(parameter) in known for group in optimizer.param_groups for parameter in group["params"]):
-            hook.remove()
+            known.clear()  # once is enough. To remove itself it must not: torch is walking through the hooks
             advise(optimizer)
 
-    hook = register_optimizer_step_pre_hook(look)
+    return register_optimizer_step_pre_hook(look)
 
 
 def is_worth_advice(algorithm: str, config: ReducerConfig, rank: int) -> bool:

@@ -64,7 +64,7 @@ def register(
     if ddp is not None:
         _install(ddp, state)
         if reducer.world_size > 1 and is_worth_advice(algorithm, reducer.config, reducer.rank):
-            advise_at_first_step(ddp.parameters())
+            reducer.on_close(advise_at_first_step(ddp.parameters()).remove)
     return reducer
 
 
