@@ -10,6 +10,8 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
 
 import torch
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
@@ -20,8 +22,9 @@ from oktopk.errors import PeerError
 from oktopk.training.environment import RankInfo
 from oktopk.training.interrupts import die_with_parent
 
-_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
-_SHUTDOWN_SECONDS = 120  # time for a last checkpoint
+# What ends the workers, and how long they have for a last checkpoint. An older torch takes neither: SIGUSR1 then ends
+# the launcher itself, and workers that have lost their launcher write a checkpoint and end too.
+_ENDING: dict[str, Any] = {"signals_to_handle": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1", "shutdown_timeout": 120}
 _PARENT_VARIABLE = "OKTOPK_LAUNCHER_PID"
 
 
@@ -79,10 +82,11 @@ def cores_of(local_rank: int, local_world_size: int, cores: Sequence[int]) -> li
 
 
 def _launch_config(workers: int, logs: str) -> LaunchConfig:
+    known = {field.name for field in fields(LaunchConfig)}
     return LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=workers, run_id=uuid.uuid4().hex, rdzv_backend="c10d",
         rdzv_endpoint="localhost:0", local_addr="localhost", max_restarts=0, monitor_interval=0.1,
-        logs_specs=DefaultLogsSpecs(logs), signals_to_handle=_SIGNALS, shutdown_timeout=_SHUTDOWN_SECONDS,
+        logs_specs=DefaultLogsSpecs(logs), **{name: _ENDING[name] for name in _ENDING.keys() & known},
     )  # fmt: skip
 
 
