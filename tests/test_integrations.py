@@ -45,7 +45,7 @@ def test_a_state_is_loaded_by_all_ranks_or_by_none(tmp_path: Path, caplog: pytes
         world = run_world(2, work)
     assert all(loaded and not missing and same for loaded, missing, _, same in world)
     assert caplog.text.count("resumed without what was still owed") == 1
-    assert "rank 1 failed" in world[0][2] and "no checkpoint in" in world[1][2]
+    assert world[0][2].startswith("rank 1") and "no checkpoint in" in world[1][2]
 
 
 def test_residuals_are_not_keptbeside_a_url() -> None:

@@ -149,6 +149,10 @@ class Options(TypedDict, total=False):
     corrections: int
     tolerance: float
     in_flight: int
+    in_turn: float
+    order: Literal["turn", "random"]
+    block: int
+    seed: int
     threshold: Literal["fresh", "reused"]
     reestimate_every: int
     repartition_every: int
