@@ -81,6 +81,11 @@ class Decision:
     method: Method
     reason: str
 
+    @property
+    def way(self) -> Method:
+        """What `method` was called in 0.1."""
+        return self.method
+
 
 BY_BUCKET, BY_STEP = FUSINGS = ("bucket by bucket", "one vector per step")
 
