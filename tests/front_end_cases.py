@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import oktopk
+from oktopk.kernels import choose
 from oktopk.reduction.gradient import Gradient
 
 STEPS = 12
@@ -145,6 +147,16 @@ def ddp_case(make: Callable[[], nn.Module] = Net, /, *, options: dict[str, Any] 
     trained = {k: kwargs.pop(k) for k in ("forward", "dtype", "accumulate", "join", "steps") if k in kwargs}
     ddp = DDP(make(), **kwargs)
     return train(ddp, oktopk.register(ddp, **{**SPARSE, **(options or {})}), **trained)
+
+
+def by_kernels_for_gpus() -> Result:
+    """Triton's kernels, interpreted: gradients are staged as if the CPU were a GPU."""
+    from interpreter import patched_once
+
+    os.environ["OKTOPK_KERNELS"] = "triton"
+    assert choose(torch.device("cpu")).kernels.name == "triton"
+    with patched_once():
+        return ddp_case(steps=4, options={"fuse": "step"})
 
 
 def torch_style() -> Result:

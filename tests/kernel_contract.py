@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from oktopk.kernels import Kernels, ReferenceKernels
-from oktopk.types import Difference, SparseVector
+from oktopk.types import Difference, SparseVector, to_dense
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 SPEC = ReferenceKernels()
@@ -184,9 +184,9 @@ class DenseContract(Contract):
         self, kernels: Kernels, dtype: torch.dtype, bad: float, place: int
     ) -> None:
         x = torch.full((10_000,), torch.finfo(dtype).max, dtype=dtype)
-        assert kernels.all_below(x, math.inf)
+        assert kernels.all_below([x], math.inf)
         x[place] = bad
-        assert not kernels.all_below(x, math.inf)
+        assert not kernels.all_below([x], math.inf)
 
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_retain_subtracts_also_repeated_indices(self, kernels: Kernels, dtype: torch.dtype) -> None:
@@ -305,6 +305,22 @@ class DenseContract(Contract):
         sent, _ = SPEC.select_topk(difference, 20)
         kernels.move_(difference, sent, sent)
         assert torch.equal(torch.cat(difference.own), own)
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_entries_at_indices_are_picked_from_vectors_and_differences(
+        self, kernels: Kernels, dtype: torch.dtype
+    ) -> None:
+        x, difference = example(202, 1, "normal", dtype), differing([7, 130, 1, 64], dtype)
+        for index in (torch.int32, torch.int64):
+            indices = torch.tensor([0, 6, 7, 136, 137, 201], dtype=index)
+            for source in (x, difference):
+                picked = kernels.pick(source, indices)
+                assert picked.numel == 202 and torch.equal(picked.indices, indices)
+                assert picked.values.dtype == dtype
+                assert torch.equal(picked.values, to_dense(source)[indices.long()])
+        with pytest.raises(IndexError):
+            kernels.pick(difference, torch.tensor([202], dtype=torch.int32))
+        assert kernels.pick(x, torch.tensor([], dtype=torch.int32)).nnz == 0
 
 
 class SparseContract(Contract):

@@ -254,7 +254,7 @@ def test_the_original_is_raised_at_home_and_a_peer_error_elsewhere() -> None:
     def fail() -> None:
         raise KeyError("lost")
 
-    waiting = second.submit(lambda: there.agree([1]), torch.empty(0))
+    waiting = second.submit(lambda: there.agree([1]), [torch.empty(0)])
     with pytest.raises(KeyError, match="lost"):
         first.run(fail)
     with pytest.raises(PeerError, match=r"rank 0 failed at step 4, phase sum: KeyError: 'lost' \(seen by rank 1 of 2"):

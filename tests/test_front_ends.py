@@ -149,3 +149,11 @@ def test_a_plain_module_is_told_that_nothing_is_compressed(caplog: pytest.LogCap
         reducer = oktopk.register(torch.nn.Linear(2, 2))
     assert "nothing is compressed" in caplog.text
     reducer.close()
+
+
+def test_training_by_kernels_for_gpus_keeps_replicas_equal_and_loses_nothing() -> None:
+    pytest.importorskip("triton", reason="the extra `gpu` is not installed")
+    results = run_processes(2, cases.by_kernels_for_gpus, timeout=200)
+    check_equal(results)
+    check_conservation(results)
+    assert results[0].phase == "sparse"

@@ -10,8 +10,9 @@ import torch
 
 from kernel_contract import SPEC, DenseContract, SparseContract, assert_same, example
 from oktopk.errors import ConfigError, UnsupportedError
-from oktopk.kernels import Kernels, _compiled_obstacle, choose, cpu_team
+from oktopk.kernels import Kernels, choose, cpu_team
 from oktopk.kernels import cpu as cpu_module
+from oktopk.kernels.choice import _compiled_obstacle
 from oktopk.kernels.cpu import CpuKernels
 
 

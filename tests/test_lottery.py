@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 def draw(lottery: Lottery, numel: int, k: int, step: int) -> Tensor:
-    return lottery.draw(numel, k, step, CPU)
+    return lottery.draw(numel, k, step)
 
 
 @settings(max_examples=300, deadline=None)

@@ -17,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from oktopk import wire as wire_package
 from oktopk.bench.wire import samples
 from oktopk.config import WIRES
 from oktopk.errors import ConfigError, WireError
@@ -281,20 +280,6 @@ def test_compiled_values_have_the_bits_of_torch(values: list[float], name: str, 
             assert torch.equal(Wire(name).unpack(theirs.message).values, back.values)
         assert torch.equal(ours.message, theirs.message)
         assert torch.equal(ours.values.view(torch.int32), theirs.values.view(torch.int32))
-
-
-def test_the_path_off_the_cpu_speaks_the_same_format() -> None:
-    for numel in (1000, 2**33):
-        sparse = vector(torch.tensor([3, 4, 900]), numel)
-        encoded = wire_package.value_codecs.encode(sparse.values, 0)
-        message = wire_package._pack_raw(sparse, encoded)
-        back = Wire().unpack(message)
-        assert torch.equal(back.indices, sparse.indices) and torch.equal(back.values, sparse.values)
-        header = Header.from_bytes(bytes(message[:HEADER_BYTES].numpy()))
-        data = message[HEADER_BYTES : HEADER_BYTES + header.index_bytes]
-        assert torch.equal(wire_package._unpack_raw(data, header), sparse.indices)
-        with pytest.raises(WireError):
-            wire_package._unpack_raw(data[:-8], header)
 
 
 def test_messages_at_odd_addresses_are_read() -> None:

@@ -108,7 +108,7 @@ class Reducer:
 
     def _submit(self, gradient: Gradient, request: Request) -> torch.futures.Future[Tensor]:
         pipeline = self._pipeline
-        return self._thread.submit(lambda: pipeline.reduce_(gradient, request), gradient.pieces[0])
+        return self._thread.submit(lambda: pipeline.reduce_(gradient, request), gradient.pieces)
 
     def communicate(self, work: Callable[[Transport], T]) -> T:
         """Run `work(transport)` on the communication thread, after all that was submitted. Every rank must do it."""

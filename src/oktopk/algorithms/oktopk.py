@@ -77,8 +77,8 @@ class OkTopk:
         """Coordinates that are sent whatever they are, the same on all ranks; none if all will be sent."""
         share = min(max(1, round(self._config.in_turn * k)), k - 1) if k < acc.numel() else 0
         if not self._config.in_turn or not share:
-            return torch.empty(0, dtype=index_dtype(acc.numel()), device=acc.device)
-        return self._lottery.draw(acc.numel(), share, self._step, acc.device)
+            return torch.empty(0, dtype=index_dtype(acc.numel()))
+        return self._lottery.draw(acc.numel(), share, self._step)
 
     def _with_turn(self, largest: Reduced, acc: Source, turn: Tensor) -> Reduced:
         """Also send these, of which only values travel."""

@@ -36,7 +36,7 @@ class RandomK:
         acc.picked = self._tools.kernels.pick(acc, self._draw(acc, k))
 
     def _draw(self, acc: Source, k: int) -> Tensor:
-        return self._lottery.draw(acc.numel(), k, self._step, acc.device)
+        return self._lottery.draw(acc.numel(), k, self._step)
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self._step}

@@ -36,5 +36,5 @@ def _dense_if_smaller(region: SparseVector) -> SparseVector:
     """All values of a nearly full region: no indices then, where the best of them is a bitmap of numel bits."""
     if 32 * (region.numel - region.nnz) >= region.numel:
         return region
-    indices = torch.arange(region.numel, dtype=region.indices.dtype, device=region.indices.device)
+    indices = torch.arange(region.numel, dtype=region.indices.dtype)
     return SparseVector(indices, region.to_dense(), region.numel)

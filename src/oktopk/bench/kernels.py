@@ -36,7 +36,7 @@ imported = time.process_time()
 from oktopk.kernels import choose
 kernels = choose(torch.device("cpu")).kernels
 residual, grad = torch.zeros(100_000), torch.randn(100_000)
-kernels.all_below(grad, inf)
+kernels.all_below([grad], inf)
 kernels.accumulate_(residual, grad, 1000)
 chosen, _ = kernels.select_topk(residual, 1000)
 kernels.retain_(residual, chosen)
@@ -141,7 +141,7 @@ class _Bench:
         kernels, k = kernels or self.kernels, self.k(density)
 
         def work() -> SparseVector:
-            kernels.all_below(self.grad, inf)
+            kernels.all_below([self.grad], inf)
             kernels.accumulate_(self.residual, self.grad, k)
             chosen, _ = kernels.select_topk(self.residual, k)
             kernels.retain_(self.residual, chosen)
@@ -224,7 +224,7 @@ class _Bench:
         lists = _split(chosen, 8)
         works: dict[str, Callable[[], object]] = {
             "add_ (torch)": self.add,
-            "all_below": lambda: kernels.all_below(self.grad, inf),
+            "all_below": lambda: kernels.all_below([self.grad], inf),
             "accumulate_": lambda: kernels.accumulate_(self.residual, self.grad),
             "accumulate_ and gather": lambda: kernels.accumulate_(self.residual, self.grad, k),
             "select_topk": lambda: kernels.select_topk(self.residual, k),

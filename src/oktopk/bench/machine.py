@@ -86,7 +86,7 @@ def _per_entry(density: float, numel: int) -> dict[str, float]:
     threshold = NormalDist().inv_cdf(1 - density / 2) * 2**0.5
 
     def exact() -> None:
-        kernels.all_below(grad, inf)
+        kernels.all_below([grad], inf)
         kernels.accumulate_(residual, grad, k)
         _select_retain_fill(kernels, residual, k, mean)
 
@@ -98,13 +98,13 @@ def _per_entry(density: float, numel: int) -> dict[str, float]:
         kernels.select_above(residual, threshold)
 
     def drawn() -> None:
-        kernels.all_below(grad, inf)
+        kernels.all_below([grad], inf)
         kernels.accumulate_(residual, grad)
-        indices = Lottery(True, RandomKConfig().block).draw(numel, k, 0, residual.device)
+        indices = Lottery(True, RandomKConfig().block).draw(numel, k, 0)
         _retain_fill(kernels, residual, kernels.pick(residual, indices), mean)
 
     def dense() -> None:
-        kernels.all_below(grad, inf)
+        kernels.all_below([grad], inf)
         mean.copy_(grad)
         mean.add_(grad).div_(4.0)
 

@@ -13,7 +13,7 @@ from oktopk.front_ends.attached import AttachedReducer
 from oktopk.front_ends.clipping import scale_of
 from oktopk.front_ends.fusing import Bucket, Fusing, Future
 from oktopk.front_ends.parameters import Named
-from oktopk.reduction.communication import future_on
+from oktopk.reduction.streams import future_on
 
 
 class BucketReduction:

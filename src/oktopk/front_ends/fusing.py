@@ -13,7 +13,7 @@ from torch import Tensor
 from oktopk.front_ends.clipping import NormClip
 from oktopk.reducer import Reducer
 from oktopk.reduction.autotune import BY_BUCKET, BY_STEP, Tuner
-from oktopk.reduction.communication import future_on
+from oktopk.reduction.streams import future_on
 
 Pairs = Sequence[tuple[str, int]]
 Future = torch.futures.Future[Tensor]

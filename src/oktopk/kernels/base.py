@@ -13,13 +13,14 @@ from oktopk.types import Difference, Source, SparseVector
 class Kernels(Protocol):
     """How a flat tensor is scanned. One instance serves one thread at a time: backends re-use their buffers.
 
-    What a kernel returns is the caller's to keep.
+    What a kernel returns is the caller's to keep. Sparse vectors, given or returned, are on the host, wherever vectors
+    are: messages are made there.
     """
 
     name: str
 
-    def all_below(self, x: Tensor, limit: float) -> bool:
-        """Whether |x| < limit everywhere; with an infinite limit, whether x holds neither NaN nor Inf."""
+    def all_below(self, pieces: Sequence[Tensor], limit: float) -> bool:
+        """Whether |x| < limit everywhere; with an infinite limit, whether no piece holds NaN or Inf."""
         ...
 
     def accumulate_(self, residual: Tensor, grad: Tensor, k: int = 0) -> float:

@@ -51,9 +51,8 @@ class CpuKernels(ReferenceKernels):
         """Memory these kernels hold between calls."""
         return sum(buffer.nbytes for buffer in self._buffers.values()) + self._counters.nbytes
 
-    def all_below(self, x: Tensor, limit: float) -> bool:
-        bits, key = _bits(x), _key(limit, x.dtype)
-        return not any(self._team.run(bits.size, lambda start, stop: loops.any_at_least(bits[start:stop], key)))
+    def all_below(self, pieces: Sequence[Tensor], limit: float) -> bool:
+        return all(self._is_below(_bits(x), _key(limit, x.dtype)) for x in pieces)
 
     def accumulate_(self, residual: Tensor, grad: Tensor, k: int = 0) -> float:
         if residual.dtype not in _FLOATS or not residual.is_contiguous():
@@ -190,6 +189,9 @@ class CpuKernels(ReferenceKernels):
         if placed < vector.nnz:
             raise IndexError(f"indices must ascend below {table.ends[-1]}; entry {placed} does not.")
         return None
+
+    def _is_below(self, bits: np.ndarray, key: Any) -> bool:
+        return not any(self._team.run(bits.size, lambda start, stop: loops.any_at_least(bits[start:stop], key)))
 
     def _accumulate_converted_(self, residual: Tensor, grad: Tensor) -> float:
         """Sums a gradient of another precision, a piece at a time: a converted copy of all of it would cost memory."""

@@ -15,9 +15,9 @@ class ReferenceKernels:
 
     name = "reference"
 
-    def all_below(self, x: Tensor, limit: float) -> bool:
-        # Rounded to its dtype first: a limit above what float16 can hold is infinite there.
-        return bool((x.abs() < torch.tensor(limit, dtype=x.dtype, device=x.device)).all())
+    def all_below(self, pieces: Sequence[Tensor], limit: float) -> bool:
+        # Rounded to their dtype first: a limit above what float16 can hold is infinite there.
+        return all(bool((x.abs() < torch.tensor(limit, dtype=x.dtype, device=x.device)).all()) for x in pieces)
 
     def accumulate_(self, residual: Tensor, grad: Tensor, k: int = 0) -> float:
         residual.add_(grad)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from oktopk.kernels.base import Kernels
 from oktopk.kernels.reference import ReferenceKernels
 from oktopk.kernels.staging import to_device, to_host, vector_to_device, vector_to_host
-from oktopk.kernels.tensors import require_inside, require_whole
+from oktopk.kernels.tensors import largest_magnitude, require_inside, require_whole, sum_of_squares
 from oktopk.types import Difference, Source, SparseVector
 
 
@@ -28,24 +27,20 @@ class StagedKernels:
         self._device, self._host = device, host
         self._plain = ReferenceKernels()
 
-    def all_below(self, x: Tensor, limit: float) -> bool:
-        if x.numel() == 0:
-            return True
-        # To find the largest magnitude takes no second vector, and it is NaN if any entry is.
-        (largest,) = to_host(torch.linalg.vector_norm(x.detach(), math.inf))
-        return bool(largest < torch.tensor(limit, dtype=x.dtype))
+    def all_below(self, pieces: Sequence[Tensor], limit: float) -> bool:
+        return largest_magnitude(*pieces) < float(torch.tensor(limit, dtype=pieces[0].dtype))
 
     def accumulate_(self, residual: Tensor, grad: Tensor, k: int = 0) -> float:
         residual.add_(grad)
-        return self._energy(residual)
+        return sum_of_squares(residual)
 
     def add(self, out: Tensor, residual: Tensor, pieces: Sequence[Tensor], k: int = 0) -> float:
         require_whole(sum(piece.numel() for piece in pieces), residual)
         torch.add(residual, torch.cat([piece.flatten() for piece in pieces]), out=out)
-        return self._energy(out)
+        return sum_of_squares(out)
 
     def scan(self, difference: Difference, k: int = 0) -> float:
-        return self._energy(difference.to_dense())
+        return sum_of_squares(difference.to_dense())
 
     def select_topk(self, x: Source, k: int) -> tuple[SparseVector, float]:
         if self._is_elsewhere(x):
@@ -62,6 +57,14 @@ class StagedKernels:
         kernels = self._host if self._is_elsewhere(x) else self._plain
         return kernels.count_above(x, threshold)
 
+    def pick(self, x: Source, indices: Tensor) -> SparseVector:
+        if self._is_elsewhere(x):
+            return self._host.pick(x, indices)
+        require_inside(indices, x.numel())
+        (places,) = to_device(self._device, indices)
+        (values,) = to_host(self._plain.pick(x, places).values)
+        return SparseVector(indices, values, x.numel())
+
     def magnitude_histogram(self, values: Tensor, shift: int, first: int, bins: int) -> Tensor:
         return self._host.magnitude_histogram(values, shift, first, bins)
 
@@ -75,17 +78,17 @@ class StagedKernels:
         return self._host.above(vector, threshold, lower, ties)
 
     def retain_(self, residual: Tensor, sent: SparseVector) -> float:
-        require_inside(sent, residual.numel())
+        require_inside(sent.indices, residual.numel())
         (touched,) = to_device(self._device, sent.indices.long().unique())
-        before = self._energy(residual[touched])
+        before = sum_of_squares(residual[touched])
         on_device = vector_to_device(sent, self._device)
         residual.index_add_(0, on_device.indices.long(), on_device.values, alpha=-1)
-        return self._energy(residual[touched]) - before
+        return sum_of_squares(residual[touched]) - before
 
     def move_(self, difference: Difference, mean: SparseVector, sent: SparseVector) -> float:
-        numel, owed = difference.numel(), self._energy(difference.to_dense())
+        numel, owed = difference.numel(), sum_of_squares(difference.to_dense())
         for vector in (mean, sent):
-            require_inside(vector, numel)
+            require_inside(vector.indices, numel)
         away, back = (vector_to_device(vector, self._device) for vector in (mean, sent))
         correction = difference.shared.new_zeros(numel)
         correction.index_add_(0, away.indices.long(), away.values, alpha=-1)
@@ -93,17 +96,11 @@ class StagedKernels:
         correction.index_add_(0, back.indices.long(), back.values)
         for piece, part in zip(difference.own, correction.split([p.numel() for p in difference.own]), strict=True):
             piece.add_(part.view(piece.shape))
-        return self._energy(difference.to_dense()) - owed
+        return sum_of_squares(difference.to_dense()) - owed
 
     def fill_(self, pieces: Sequence[Tensor], vector: SparseVector) -> None:
-        require_inside(vector, sum(piece.numel() for piece in pieces))
+        require_inside(vector.indices, sum(piece.numel() for piece in pieces))
         self._plain.fill_(pieces, vector_to_device(vector, self._device))
-
-    def _energy(self, x: Tensor) -> float:
-        """The sum of squares, without a wider copy of x. Some devices have no float64."""
-        wide = torch.float32 if self._device.type == "mps" else torch.float64
-        (norm,) = to_host(torch.linalg.vector_norm(x, dtype=wide))
-        return float(norm) ** 2
 
     def _is_elsewhere(self, x: Source) -> bool:
         """Whether x is the values of a sparse vector, and so on the host."""

@@ -15,13 +15,10 @@ def to_host(*tensors: Tensor) -> list[Tensor]:
     """
     if not tensors[0].is_cuda:
         return [tensor.cpu() for tensor in tensors]
-    copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
+    copies = [_pinned(tensor) for tensor in tensors]
     for copy, tensor in zip(copies, tensors, strict=True):
         copy.copy_(tensor, non_blocking=True)
-    # An event that blocks leaves the processor to others; the default would spin.
-    copied = torch.cuda.Event(blocking=True)
-    copied.record(torch.cuda.current_stream(tensors[0].device))
-    copied.synchronize()
+    _wait_for(tensors[0].device)
     return copies
 
 
@@ -29,7 +26,8 @@ def to_device(device: torch.device, *tensors: Tensor) -> list[Tensor]:
     """Copies in the memory of a device, in the order of its stream: nobody waits."""
     if device.type != "cuda":
         return [tensor.to(device) for tensor in tensors]
-    return [tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors]
+    copies = [_pinned(tensor).copy_(tensor) for tensor in tensors]
+    return [copy.to(device, non_blocking=True) for copy in copies]
 
 
 def vector_to_host(vector: SparseVector) -> SparseVector:
@@ -40,3 +38,15 @@ def vector_to_host(vector: SparseVector) -> SparseVector:
 def vector_to_device(vector: SparseVector, device: torch.device) -> SparseVector:
     indices, values = to_device(device, vector.indices, vector.values)
     return SparseVector(indices, values, vector.numel)
+
+
+def _pinned(like: Tensor) -> Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
+
+
+def _wait_for(device: torch.device) -> None:
+    """For all that this thread's stream was told."""
+    # An event that blocks leaves the processor to others; the default would spin.
+    done = torch.cuda.Event(blocking=True)
+    done.record(torch.cuda.current_stream(device))
+    done.synchronize()

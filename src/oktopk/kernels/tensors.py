@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import inf
+
 import torch
 from torch import Tensor
 
-from oktopk.types import Source, SparseVector
+from oktopk.kernels.staging import to_host
+from oktopk.types import Source
 
 UNKNOWN = -1  # version of a tensor whose writes torch does not count
 
@@ -29,6 +33,26 @@ def is_same(a: Source, b: Source) -> bool:
     return (a.data_ptr(), a.numel(), a.dtype) == (b.data_ptr(), b.numel(), b.dtype)
 
 
+def sum_of_squares(*vectors: Tensor) -> float:
+    """Of all their entries. On a device this takes no wider copy of them, and one wait."""
+    if all(vector.device.type == "cpu" for vector in vectors):
+        return sum(float(vector.double().square().sum()) for vector in vectors)
+    wide = torch.float32 if any(vector.device.type == "mps" for vector in vectors) else torch.float64
+    norms = [torch.linalg.vector_norm(vector, dtype=wide) for vector in vectors]
+    return float(to_host(_together(norms).square().sum())[0])
+
+
+def largest_magnitude(*vectors: Tensor) -> float:
+    """Of all their entries, NaN if any is; takes no second vector, and one wait."""
+    filled = [vector.detach() for vector in vectors if vector.numel()]
+    return float(to_host(_together(torch._foreach_norm(filled, inf)).amax())[0]) if filled else 0.0
+
+
+def _together(scalars: Sequence[Tensor]) -> Tensor:
+    """As one tensor. After a resume some vectors may still be on the host."""
+    return torch.stack([scalar.to(scalars[-1].device, non_blocking=True) for scalar in scalars])
+
+
 def require_same_size(a: Tensor, b: Tensor) -> None:
     if a.numel() != b.numel():
         raise IndexError(f"expected two tensors of one size, got {a.numel()} and {b.numel()} entries.")
@@ -40,8 +64,7 @@ def require_whole(pieces: int, whole: Tensor) -> None:
         raise IndexError(f"pieces of {pieces} entries do not make up a vector of {whole.numel()}.")
 
 
-def require_inside(vector: SparseVector, numel: int) -> None:
-    """Refuse a sparse vector, on the host, that has other entries than a vector of `numel`."""
-    require_same_size(vector.indices, vector.values)
-    if vector.nnz and (int(vector.indices.min()) < 0 or int(vector.indices.max()) >= numel):
-        raise IndexError(f"a sparse vector names entries outside of a vector of {numel}.")
+def require_inside(indices: Tensor, numel: int) -> None:
+    """Refuse indices, on the host, of other entries than a vector of `numel` has."""
+    if indices.numel() and (int(indices.min()) < 0 or int(indices.max()) >= numel):
+        raise IndexError(f"indices name entries outside of a vector of {numel}.")

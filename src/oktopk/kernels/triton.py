@@ -15,7 +15,7 @@ from oktopk.kernels.base import Kernels
 from oktopk.kernels.staged import StagedKernels
 from oktopk.kernels.staging import to_device, to_host
 from oktopk.kernels.tensors import UNKNOWN, is_same, require_inside, require_same_size, require_whole, version, written
-from oktopk.kernels.triton_search import Entries, Search, launch
+from oktopk.kernels.triton_search import Entries, Found, Search, launch
 from oktopk.types import Difference, Source, SparseVector
 
 _UP_TO_32_BITS = (torch.float32, torch.float16, torch.bfloat16)
@@ -33,7 +33,8 @@ class TritonKernels(StagedKernels):
     def __init__(self, device: torch.device, host: Kernels) -> None:
         super().__init__(device, host)
         self._search = Search(device)
-        self._ready: _Ready | None = None
+        self._largest: _Ready | None = None  # chosen when they were announced
+        self._reached: _Ready | None = None  # brought along when they were counted
         self._k = 0  # last announced: about so many entries will reach a threshold
 
     def accumulate_(self, residual: Tensor, grad: Tensor, k: int = 0) -> float:
@@ -58,9 +59,9 @@ class TritonKernels(StagedKernels):
     def select_topk(self, x: Source, k: int) -> tuple[SparseVector, float]:
         if self._is_elsewhere(x) or not _is_served(*_vectors(x)):
             return super().select_topk(x, k)
-        ready, self._ready = self._ready, None
-        if ready is not None and ready.k == k and ready.serves(x):
-            return ready.chosen, ready.threshold
+        known = self._largest
+        if known is not None and k <= known.asked and known.serves(x):
+            return known.largest(k, self._host)
         if k < 1 or x.numel() == 0:
             return SparseVector.empty(x.numel(), torch.empty(0, dtype=x.dtype)), 0.0
         found = self._search.largest(Entries.of(x), k)
@@ -73,9 +74,8 @@ class TritonKernels(StagedKernels):
         if self._is_elsewhere(x) or not _is_served(x):
             return super().select_above(x, threshold)
         count = self.count_above(x, threshold)
-        ready, self._ready = self._ready, None
-        if ready is not None:
-            return ready.chosen
+        if self._reached is not None:
+            return self._reached.chosen
         found = self._search.above(Entries.of(x), _key(threshold, x.dtype), count)
         assert found.chosen is not None
         return found.chosen
@@ -84,18 +84,28 @@ class TritonKernels(StagedKernels):
         """Also brings the entries along, if they are not far more than were announced: those are asked for next."""
         if self._is_elsewhere(x) or not _is_served(x):
             return super().count_above(x, threshold)
-        ready = self._ready
-        if ready is not None and ready.asked == threshold and ready.serves(x):
-            return ready.chosen.nnz
-        room = search.room_for(self._k, x.numel())
-        found = self._search.above(Entries.of(x), _key(threshold, x.dtype), room)
-        self._ready = None if found.chosen is None else _Ready(x, version(x), found.chosen, asked=threshold)
+        known, largest = self._reached, self._largest
+        if known is not None and known.asked == threshold and known.serves(x):
+            return known.chosen.nnz
+        if largest is not None and largest.serves(x) and threshold > largest.threshold:
+            places = self._host.select_above(largest.chosen.values, threshold).indices
+            found = Found(0.0, places.numel(), largest.chosen.at(places.long()))
+        else:
+            room = search.room_for(self._k, x.numel())
+            found = self._search.above(Entries.of(x), _key(threshold, x.dtype), room)
+        self._reached = None if found.chosen is None else _Ready(x, version(x), found.chosen, threshold)
         return found.count
+
+    def pick(self, x: Source, indices: Tensor) -> SparseVector:
+        if self._is_elsewhere(x) or not _is_served(*_vectors(x)):
+            return super().pick(x, indices)
+        require_inside(indices, x.numel())
+        return SparseVector(indices, self._search.pick(Entries.of(x), indices), x.numel())
 
     def retain_(self, residual: Tensor, sent: SparseVector) -> float:
         if not _is_sum(residual, sent.values):
             return super().retain_(residual, sent)
-        require_inside(sent, residual.numel())
+        require_inside(sent.indices, residual.numel())
         written(residual)
         changes = []
         for run in _ascending(sent):
@@ -111,7 +121,7 @@ class TritonKernels(StagedKernels):
         if not _is_sum(*_vectors(difference), mean.values, sent.values):
             return super().move_(difference, mean, sent)
         for vector in (mean, sent):
-            require_inside(vector, difference.numel())
+            require_inside(vector.indices, difference.numel())
         for changed in _vectors(difference):
             written(changed)
         first, *rest = _ascending(sent)
@@ -122,7 +132,7 @@ class TritonKernels(StagedKernels):
     def fill_(self, pieces: Sequence[Tensor], vector: SparseVector) -> None:
         if not all(piece.is_contiguous() and piece.dtype == pieces[0].dtype for piece in pieces):
             return super().fill_(pieces, vector)
-        require_inside(vector, sum(piece.numel() for piece in pieces))
+        require_inside(vector.indices, sum(piece.numel() for piece in pieces))
         torch._foreach_zero_(list(pieces))
         if vector.nnz == 0:
             return None
@@ -138,10 +148,10 @@ class TritonKernels(StagedKernels):
 
     def _make(self, entries: Entries, k: int) -> float:
         """The sum of squares of a vector that is made now; its k largest entries are ready for `select_topk` then."""
-        self._ready, self._k = None, k
+        self._largest, self._reached, self._k = None, None, k
         found = self._search.largest(entries, k)
         if found.chosen is not None:
-            self._ready = _Ready(entries.source, version(entries.source), found.chosen, k, found.threshold)
+            self._largest = _Ready(entries.source, version(entries.source), found.chosen, k, found.threshold)
         return found.energy
 
     def _move(self, difference: Difference, run: SparseVector, sent: Tensor) -> Tensor:
@@ -161,9 +171,15 @@ class _Ready:
     source: Source
     version: int
     chosen: SparseVector
-    k: int = 0  # 0: those that reach `asked`
-    threshold: float = 0.0
-    asked: float | None = None
+    asked: float  # how many, or what they reach
+    threshold: float = 0.0  # smallest magnitude among the largest
+
+    def largest(self, k: int, host: Kernels) -> tuple[SparseVector, float]:
+        """The k largest of those that were asked for."""
+        if k == self.asked:
+            return self.chosen, self.threshold
+        places, threshold = host.select_topk(self.chosen.values, k)
+        return self.chosen.at(places.indices.long()), threshold
 
     def serves(self, x: Source) -> bool:
         return is_same(x, self.source) and version(x) == self.version != UNKNOWN

@@ -59,19 +59,19 @@ def scan(
 
 
 @triton.jit
-def sample(
-    x, grad, starts, addresses, blocks, steps, lines, size, keys,
+def pick(
+    x, grad, starts, addresses, blocks, steps, lines, size, picked,
     SIGN: tl.constexpr, SCATTERED: tl.constexpr, LINE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Keys of x + SIGN * grad on some lines of LINE entries."""
+    """x + SIGN * grad on some lines of LINE entries."""
     lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = lane < size
-    position = tl.load(lines + lane // LINE, mask=inside, other=0) * LINE + lane % LINE
+    position = tl.load(lines + lane // LINE, mask=inside, other=0).to(tl.int64) * LINE + lane % LINE
     value = _wide(tl.load(x + position, mask=inside, other=0.0))
     if SIGN != 0:
         place = _place_of(grad, starts, addresses, blocks, steps, position, inside, SCATTERED)
         value = _combined(value, _wide(tl.load(place, mask=inside, other=0.0)), SIGN)
-    tl.store(keys + lane, _key(value), mask=inside)
+    tl.store(picked + lane, value, mask=inside)
 
 
 @triton.jit

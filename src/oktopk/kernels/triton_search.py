@@ -123,6 +123,11 @@ class Search:
         chosen = _vector(entries.source, indices, values, board.count) if board.count <= room else None
         return Found(board.energy, board.count, chosen)
 
+    def pick(self, entries: Entries, indices: Tensor) -> Tensor:
+        """What is at these indices, on the host as they are."""
+        (places,) = to_device(self._device, indices)
+        return to_host(self._picked(entries, places, 1))[0].to(entries.source.dtype)
+
     def table(self, pieces: Sequence[Tensor]) -> Table:
         """Where a vector lies."""
         if len(pieces) < 2:
@@ -153,12 +158,16 @@ class Search:
         numel = entries.numel
         if numel not in self._lines:
             (self._lines[numel],) = to_device(self._device, sampled_lines(numel, size // LINE))
-        keys, where = entries.x.new_empty(size, dtype=torch.int32), self.table(entries.pieces)
+        return self._picked(entries, self._lines[numel], LINE).abs_().view(torch.int32)
+
+    def _picked(self, entries: Entries, lines: Tensor, line: int) -> Tensor:
+        size, where = lines.numel() * line, self.table(entries.pieces)
+        picked = entries.x.new_empty(size, dtype=torch.float32)
         launch(
-            loops.sample, _blocks(size), entries.x, where.first, *where.search, self._lines[numel], size, keys,
-            SIGN=entries.sign, SCATTERED=where.is_scattered, LINE=LINE, BLOCK=BLOCK,
+            loops.pick, _blocks(size), entries.x, where.first, *where.search, lines, size, picked,
+            SIGN=entries.sign, SCATTERED=where.is_scattered, LINE=line, BLOCK=BLOCK,
         )  # fmt: skip
-        return keys
+        return picked
 
     def _scan(self, entries: Entries, low: Tensor | None, room: int) -> Candidates:
         """One pass. Without `low` nothing is gathered: all of `out` is candidates then."""

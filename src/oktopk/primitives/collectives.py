@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from oktopk.kernels.base import Kernels
+from oktopk.kernels.staging import to_device, to_host
 from oktopk.primitives.partition import Regions, equal_bounds, join, split
 from oktopk.transport.base import Transport
 from oktopk.types import Difference, Source, SparseVector, index_dtype
@@ -59,21 +60,33 @@ class Tools:
 
 
 def reduce_all_(values: Tensor, tools: Tools) -> tuple[Tensor, Tensor | None]:
-    """The mean over ranks of all values, which do not survive; and what was sent of them, None if it is all.
+    """The mean over ranks of all values, and what was sent of them: None if it is all, and then they do not survive.
 
     With a rounding wire each rank sums one region and hands it on, so that rounding errors have an owner to stay with;
     otherwise this is the backend's own all-reduce.
     """
+    if tools.world_size > 1 and values.device.type != "cpu":
+        return _reduce_all_of_device_(values, tools)
     if not tools.is_rounding or tools.world_size == 1:
         # Divided before the sum, as DDP does, so that the bits are DDP's.
         return tools.transport.all_reduce_(values.div_(tools.world_size)), None
     numel, bounds = values.numel(), equal_bounds(values.numel(), tools.world_size)
-    everything = SparseVector(torch.arange(numel, dtype=index_dtype(numel), device=values.device), values, numel)
+    everything = SparseVector(torch.arange(numel, dtype=index_dtype(numel)), values, numel)
     sizes = [high - low for low, high in pairwise(bounds)]
     regions = Regions(bounds, [max(sizes)] * tools.world_size)
     region, sent = split_and_reduce(everything, regions, tools.world_size, tools)
     total, lost, _ = gather_regions(region, bounds, tools, counts=sizes)
     return total.values / tools.world_size, sent.index_add_(0, lost.indices.long(), lost.values, alpha=-1)
+
+
+def _reduce_all_of_device_(values: Tensor, tools: Tools) -> tuple[Tensor, Tensor | None]:
+    """By way of the host."""
+    (on_host,) = to_host(values)
+    mean, sent = reduce_all_(on_host, tools)
+    if sent is None:
+        return values.copy_(mean, non_blocking=True), None
+    mean, sent = to_device(values.device, mean, sent)
+    return mean, sent
 
 
 def reduce_at(acc: Source, indices: Tensor, tools: Tools) -> tuple[SparseVector, SparseVector]:
@@ -94,7 +107,7 @@ def split_and_reduce(
     parts = split(chosen, bounds)
     own = parts[tools.rank]
     packed = [None if part is own else tools.wire.pack(part) for part in parts]
-    nothing = torch.empty(0, dtype=torch.uint8, device=tools.transport.device)
+    nothing = torch.empty(0, dtype=torch.uint8)
     received = [own]
     messages = [p.message if p else nothing for p in packed]
     limits = tools.limits(regions.counts, chosen.numel, chosen.values.dtype)

@@ -24,17 +24,17 @@ class Lottery:
     block: int  # neighbours that are drawn together; larger = less work, coarser
     seed: int = 0
 
-    def draw(self, numel: int, k: int, step: int, device: torch.device) -> Tensor:
+    def draw(self, numel: int, k: int, step: int) -> Tensor:
         """Hardly fewer than k coordinates of `numel`, ascending; all of them if k says so.
 
         By chance each has the same; in turn each comes once in `longest_wait` steps.
         """
         dtype = index_dtype(numel)
         if k >= numel:
-            return torch.arange(numel, dtype=dtype, device=device)
+            return torch.arange(numel, dtype=dtype)
         size = self._size(k)
-        blocks = self._blocks(-(-numel // size), k // size, step, device)
-        inside = torch.arange(size, dtype=dtype, device=device)
+        blocks = self._blocks(-(-numel // size), k // size, step)
+        inside = torch.arange(size, dtype=dtype)
         indices = ((blocks * size).to(dtype)[:, None] + inside).flatten()
         surplus = (int(blocks[-1]) + 1) * size - numel  # the last block may be cut short by the end of the vector
         return indices[: indices.numel() - max(0, surplus)]
@@ -48,9 +48,9 @@ class Lottery:
     def _size(self, k: int) -> int:
         return max(size for size in range(1, min(self.block, k) + 1) if SPARE * (k % size) <= k)
 
-    def _blocks(self, total: int, wanted: int, step: int, device: torch.device) -> Tensor:
+    def _blocks(self, total: int, wanted: int, step: int) -> Tensor:
         """`wanted` of `total` blocks, ascending."""
-        stretch = torch.arange(wanted + 1, device=device)
+        stretch = torch.arange(wanted + 1)
         # stretch * total // wanted, which could overflow
         borders = stretch * (total // wanted) + stretch * (total % wanted) // wanted
         starts, lengths = borders[:-1], borders.diff()

@@ -56,7 +56,7 @@ def region_loads(chosen: Tensor, bounds: Sequence[int], transport: Transport) ->
     """How many coordinates all ranks together chose in each region."""
     cuts = _cuts(chosen, bounds)
     loads = torch.tensor([end - start for start, end in pairwise(cuts)], dtype=torch.int64)
-    return [int(load) for load in transport.all_reduce_(loads.to(transport.device)).tolist()]
+    return [int(load) for load in transport.all_reduce_(loads).tolist()]
 
 
 def _marks(world_size: int) -> int:
@@ -68,7 +68,7 @@ def _quantiles(chosen: Tensor, marks: int) -> list[int]:
     if chosen.numel() == 0:
         return [0] * marks
     middles = torch.tensor([chosen.numel() * (2 * mark + 1) // (2 * marks) for mark in range(marks)])
-    return [int(place) for place in chosen[middles.to(chosen.device)].tolist()]
+    return [int(place) for place in chosen[middles].tolist()]
 
 
 def split(vector: SparseVector, bounds: Sequence[int]) -> list[SparseVector]:
@@ -82,7 +82,7 @@ def split(vector: SparseVector, bounds: Sequence[int]) -> list[SparseVector]:
 
 def _cuts(indices: Tensor, bounds: Sequence[int]) -> list[int]:
     """Where each region begins and ends in an ascending list of indices."""
-    inner = torch.tensor(bounds[1:-1], dtype=indices.dtype, device=indices.device)
+    inner = torch.tensor(bounds[1:-1], dtype=indices.dtype)
     return [0, *torch.searchsorted(indices, inner).tolist(), indices.numel()]
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from oktopk.kernels.base import Kernels
+from oktopk.kernels.staging import to_host
 from oktopk.schedule import is_due
 from oktopk.transport.base import Transport
 from oktopk.types import SparseVector, index_dtype
@@ -150,12 +151,12 @@ class _Histograms:
         return self.kernels.magnitude_histogram(self.values, shift, first, bins)
 
     def _told(self, counts: Tensor) -> Tensor:
-        mine = counts.to(self.dtype).to(self.transport.device)
+        mine = counts.to(self.dtype)
         if not self._has_rows:
-            return self.transport.all_reduce_(mine).to(torch.int64).cpu()[None]
+            return self.transport.all_reduce_(mine).to(torch.int64)[None]
         message = mine.view(torch.uint8)
         rows = self.transport.all_gather(message, [message.numel()] * self.transport.world_size)
-        return torch.stack([row.view(self.dtype) for row in rows]).to(torch.int64).cpu()
+        return torch.stack([row.view(self.dtype) for row in rows]).to(torch.int64)
 
 
 def _bin_border(octave: int, bin_of: int) -> float:
@@ -169,7 +170,7 @@ def without(vector: SparseVector, indices: Tensor, kernels: Kernels) -> SparseVe
     if not indices.numel():
         return vector
     common = kernels.common(vector, indices)
-    keep = torch.ones(vector.nnz, dtype=torch.bool, device=indices.device)
+    keep = torch.ones(vector.nnz, dtype=torch.bool)
     keep[torch.searchsorted(vector.indices, common.indices)] = False
     return vector.at(keep.nonzero().flatten()) if common.nnz else vector
 
@@ -241,6 +242,6 @@ def gaussian_select(
 
 
 def _normal_threshold(x: Tensor, k: int) -> float:
-    mean, std = float(x.mean()), float(x.std(correction=0))
+    mean, std = to_host(torch.stack([x.mean(), x.std(correction=0)]))[0]
     tail = min(0.5, k / x.numel() / 2)
-    return abs(mean) + std * abs(NormalDist().inv_cdf(tail))
+    return abs(float(mean)) + float(std) * abs(NormalDist().inv_cdf(tail))

@@ -195,7 +195,7 @@ class Tuner:
         """Seconds that the link alone needs for a dense all-reduce, as the slowest rank measures it."""
         if self._transport.world_size == 1:
             return 0.0
-        message = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=self._transport.device)
+        message = torch.zeros(PROBE_BYTES, dtype=torch.uint8)
         seconds = []
         for _ in range(3):
             self._transport.agree([0])

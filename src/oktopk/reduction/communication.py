@@ -9,8 +9,7 @@ import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from oktopk.errors import CommunicationError, OkTopkError, PeerError
+from oktopk.reduction.streams import Streams, Turn, future_on
 from oktopk.transport.base import Fault, Transport
 
 log = logging.getLogger("oktopk")
@@ -42,6 +42,7 @@ class Agreed(Exception):
 class _Job:
     work: Callable[[], Any]
     future: torch.futures.Future[Any]
+    turn: Turn  # in which to do it
     done: threading.Event = field(default_factory=threading.Event)
     result: Any = None
     error: Exception | None = None
@@ -66,6 +67,7 @@ class CommunicationThread:
     def __init__(self, transport: Transport, where: Callable[[], tuple[int, str]]) -> None:
         self._transport, self._where = transport, where  # where: step and phase
         self._jobs: queue.Queue[_Job | None] = queue.Queue()
+        self._streams = Streams()
         self._error: Exception | None = None
         self._is_closed = False
         # Neither the thread nor the interpreter's list of what to do at exit may keep this object alive.
@@ -75,21 +77,15 @@ class CommunicationThread:
         self._thread.start()
         self._end_thread = _watch_exit(self)
 
-    def submit(self, work: Callable[[], T], tensor: Tensor) -> torch.futures.Future[T]:
-        """Do it later, when `tensor` has been written; the future holds what `work` returns, or what it raised."""
-        turn = _after_writes_to(tensor)
-
-        def waiting() -> T:
-            with turn():
-                return work()
-
-        return self._put(_Job(waiting, future_on(tensor.device))).future
+    def submit(self, work: Callable[[], T], tensors: Sequence[Tensor]) -> torch.futures.Future[T]:
+        """Do it later, when `tensors` have been written; the future holds what `work` returns, or what it raised."""
+        return self._put(_Job(work, future_on(tensors[0].device), self._streams.turn(tensors))).future
 
     def run(self, work: Callable[[], T]) -> T:
         """Do it now, after all that was submitted before. From the thread itself: at once."""
         if threading.current_thread() is self._thread:
             return work()
-        job = self._put(_Job(work, torch.futures.Future()))
+        job = self._put(_Job(lambda: self._finish(work), torch.futures.Future(), self._streams.turn_of_all))
         while not job.done.wait(LOOK_SECONDS):
             # What the thread does is bounded by the timeout of the group; only its own death is not.
             if not self._thread.is_alive() and not job.done.is_set():
@@ -98,9 +94,15 @@ class CommunicationThread:
             raise job.error
         return cast(T, job.result)
 
+    def _finish(self, work: Callable[[], T]) -> T:
+        result = work()
+        self._streams.finish()
+        return result
+
     def read(self, work: Callable[[], T]) -> T:
         """As `run`, for work that only looks at state: also after a failure and after `close`, when nobody writes."""
         if self._error is not None or self._is_closed:
+            self._streams.finish()
             return work()
         return self.run(work)
 
@@ -125,6 +127,18 @@ class CommunicationThread:
     def _do(self, job: _Job) -> None:
         """Whatever happens in a job, it is settled: somebody waits for it."""
         try:
+            with job.turn():
+                try:
+                    self._attempt(job)
+                finally:
+                    job.settle()  # in its turn: who waits for the future waits for what the device was told in it
+        except BaseException as error:  # of a device that does not even begin
+            if not job.done.is_set():
+                job.error = self._failed(error)
+                job.settle()
+
+    def _attempt(self, job: _Job) -> None:
+        try:
             if self._error is not None:
                 raise self._error
             job.result = job.work()
@@ -133,11 +147,13 @@ class CommunicationThread:
             if agreed.is_final:
                 self._error = agreed.error
         except BaseException as error:
-            if self._error is None:
-                self._error = self._leave(error if isinstance(error, Exception) else OkTopkError(_text(error)))
-            job.error = self._error
-        finally:
-            job.settle()
+            job.error = self._failed(error)
+
+    def _failed(self, error: BaseException) -> Exception:
+        """What to raise from now on."""
+        if self._error is None:
+            self._error = self._leave(error if isinstance(error, Exception) else OkTopkError(_text(error)))
+        return self._error
 
     def _leave(self, error: Exception) -> Exception:
         """Say why, leave, and return what to raise on this rank."""
@@ -200,30 +216,6 @@ def _watch_exit(thread: CommunicationThread) -> weakref.finalize[..., Communicat
     end_thread = weakref.finalize(thread, end, thread._jobs)
     end_thread.atexit = False
     return end_thread
-
-
-def _after_writes_to(flat: Tensor) -> Callable[[], AbstractContextManager[None]]:
-    """A context that begins when the device has written `flat` and ends when it has done so again.
-
-    It is for the communication thread. On the CPU there is nothing to wait for.
-    """
-    if not flat.is_cuda:
-        return nullcontext
-    ready = torch.cuda.current_stream(flat.device).record_event()
-
-    @contextmanager
-    def turn() -> Iterator[None]:
-        with torch.cuda.device(flat.device):
-            torch.cuda.current_stream().wait_event(ready)
-            yield
-            torch.cuda.current_stream().synchronize()
-
-    return turn
-
-
-def future_on(device: torch.device) -> torch.futures.Future[Any]:
-    """A future for something on `device`: torch wants to know devices that have streams."""
-    return torch.futures.Future(devices=[device] if device.type == "cuda" else None)
 
 
 def _text(error: BaseException) -> str:

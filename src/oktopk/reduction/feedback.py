@@ -12,6 +12,8 @@ from torch import Tensor
 
 from oktopk.algorithms.base import less
 from oktopk.kernels.base import Kernels
+from oktopk.kernels.staging import to_device
+from oktopk.kernels.tensors import largest_magnitude, sum_of_squares
 from oktopk.reduction.gradient import Gradient, Layout
 from oktopk.types import Reduced, SparseVector, Vector
 
@@ -55,10 +57,10 @@ class Feedback:
         if finite is not None:
             return finite
         limit = _LIMITS[residual_dtype(gradient.dtype)] - self._largest_owed(gradient)
-        if all(self._kernels.all_below(piece, limit) for piece in gradient.pieces):
+        if self._kernels.all_below(gradient.pieces, limit):
             return True
         # Some entry may overflow together with what is owed, or is not finite itself: look at the sum.
-        return self._kernels.all_below(self._sum_of(gradient), inf)
+        return self._kernels.all_below([self._sum_of(gradient)], inf)
 
     def compensate(self, gradient: Gradient, k: int, with_feedback: bool) -> Tensor:
         """The gradient plus what is owed. The result is the residual itself: `retain` says what left it.
@@ -135,8 +137,7 @@ class Feedback:
             self._paid.discard(layout)
             self._residuals.give_back(held[0])
             self._velocities.give_back(held[1])
-            energy = sum(float(residual.double().square().sum()) for residual in held[0].values())
-            self._energy[layout] = self._energy.get(layout, 0.0) + energy
+            self._energy[layout] = self._energy.get(layout, 0.0) + sum_of_squares(*held[0].values())
 
     def remember(self, gradient: Gradient) -> None:
         """Keep a copy, for `undo`."""
@@ -179,21 +180,22 @@ class Feedback:
         elif isinstance(sent, SparseVector):
             self._energy[layout] += self._kernels.retain_(residual, sent)
             if self._masking:
-                self._velocities.flat(layout)[sent.indices.long()] = 0.0
+                velocity = self._velocities.flat(layout)
+                velocity[to_device(velocity.device, sent.indices.long())[0]] = 0.0
         else:
             residual.sub_(sent)
-            self._energy[layout] = float(residual.double().square().sum())
+            self._energy[layout] = sum_of_squares(residual)
 
     def _largest_owed(self, gradient: Gradient) -> float:
         """A bound of what any entry is owed: of the residual, and of a velocity that will be added to it."""
         layout = gradient.layout
         if layout not in self._energy or not self._residuals.is_at(layout):
             owed = [self._residuals.view(name) for name in gradient.names if name in self._residuals]
-            self._energy[layout] = sum(float(part.double().square().sum()) for part in owed)
+            self._energy[layout] = sum_of_squares(*owed)
         if not self._momentum:
             return self.norm(layout)
         moving = [self._velocities.view(name) for name in gradient.names if name in self._velocities]
-        return self.norm(layout) + max((float(part.abs().max()) for part in moving if part.numel()), default=0.0)
+        return self.norm(layout) + largest_magnitude(*moving)
 
     def _sum_of(self, gradient: Gradient) -> Tensor:
         """A fresh copy of what `compensate` would make."""
@@ -207,7 +209,7 @@ class Feedback:
         """A vector for a scattered gradient, made once: fresh memory costs more than the work on it."""
         layout, like = gradient.layout, gradient.pieces[0]
         spare = self._spares.get(layout)
-        if spare is None or spare.dtype != residual_dtype(like.dtype):
+        if spare is None or spare.dtype != residual_dtype(like.dtype) or spare.device != like.device:
             self._drop_spares(gradient)
             spare = torch.empty(gradient.numel, dtype=residual_dtype(like.dtype), device=like.device)
             self._spares[layout] = spare
@@ -251,7 +253,7 @@ class ByName:
         It is on the device of `like`, in the precision that suits it.
         """
         flat = self._flat.get(layout)
-        if flat is None or flat.dtype != residual_dtype(like.dtype):
+        if flat is None or flat.dtype != residual_dtype(like.dtype) or flat.device != like.device:
             flat = self._move_into(layout, like)
         return flat
 

@@ -15,7 +15,7 @@ from oktopk.algorithms.base import Asks
 from oktopk.algorithms.dense import Dense
 from oktopk.config import DenseConfig, ReducerConfig
 from oktopk.errors import CheckpointError, CommunicationError, OkTopkError
-from oktopk.kernels import Choice, Kernels, choose
+from oktopk.kernels import Kernels, KernelsByDevice
 from oktopk.metrics import Clock, Sink, timed
 from oktopk.primitives.collectives import Tools
 from oktopk.reduction.agreement import Agreement, Terms, check_terms, refusal
@@ -64,10 +64,9 @@ class Pipeline:
         self.transport = MeteredTransport(transport, self.clock)
         self.records = StepRecords(self.transport, self.clock, sink)
         self.schedule = Schedule(settings.shared.density, settings.shared.warmup_steps)
-        self.kernels_choice: Choice = choose(transport.device)
         self.tuner = Tuner(settings.auto, self.transport) if settings.auto else None
         self._wire = ChosenWire(settings.auto.wires) if settings.auto else Wire(settings.shared.wire)
-        kernels = timed(self.kernels_choice.kernels, self.clock, _KERNEL_PHASES)
+        kernels = timed(KernelsByDevice(), self.clock, _KERNEL_PHASES)
         exact = timed(Wire("float32"), self.clock, _WIRE_PHASES)
         self.tools = Tools(self.transport, timed(self._wire, self.clock, _WIRE_PHASES), exact, kernels)
         self._dense = Dense(DenseConfig(), Tools(self.transport, exact, exact, kernels))

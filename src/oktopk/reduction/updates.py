@@ -19,6 +19,8 @@ from torch import Tensor
 
 from oktopk.errors import OkTopkError
 from oktopk.kernels.base import Kernels
+from oktopk.kernels.staging import to_device
+from oktopk.kernels.tensors import sum_of_squares
 from oktopk.reduction.feedback import residual_dtype
 from oktopk.reduction.gradient import Gradient, Layout
 from oktopk.types import Difference, Reduced, Source, SparseVector, Vector, to_dense
@@ -88,7 +90,7 @@ class Updates:
         if self.deferred and weights.source is not None:  # chosen already
             return isfinite(weights.energy)
         if weights.is_rounded:
-            return all(self.kernels.all_below(piece, inf) for piece in own.pieces)
+            return self.kernels.all_below(own.pieces, inf)
         weights.energy = self.kernels.scan(self._difference(own, weights), k)
         return isfinite(weights.energy)
 
@@ -222,7 +224,7 @@ class Updates:
         weights.owed += self._change(own, weights)
         for before, piece in zip(weights.before, own.pieces, strict=True):
             before.copy_(piece)
-        weights.energy = _energy(weights.owed)
+        weights.energy = sum_of_squares(weights.owed)
         return weights.owed.clone() if self.deferred else weights.owed
 
     def _change(self, own: Gradient, weights: _Weights) -> Tensor:
@@ -241,7 +243,7 @@ class Updates:
         weights.shared.sub_(mean)
         for piece, part in zip(own.pieces, (mean - to_dense(arrived.sent)).split(sizes), strict=True):
             piece.sub_(part)
-        weights.energy = _energy(self.owed(own))
+        weights.energy = sum_of_squares(self.owed(own))
 
     def _apply_rounded(self, own: Gradient, weights: _Weights, arrived: Reduced) -> None:
         """Own weights follow at the entries that moved, rounded afresh: errors of rounding do not add up."""
@@ -262,12 +264,13 @@ class Updates:
             piece[places] = target[inside].to(piece.dtype)
             before[places] = piece[places]
             start += piece.numel()
-        weights.energy = _energy(weights.owed)
+        weights.energy = sum_of_squares(weights.owed)
 
 
 def _subtract(vector: Tensor, amount: Vector) -> None:
     if isinstance(amount, SparseVector):
-        vector.index_add_(0, amount.indices.long(), amount.values.to(vector.dtype), alpha=-1)
+        indices, values = to_device(vector.device, amount.indices.long(), amount.values.to(vector.dtype))
+        vector.index_add_(0, indices, values, alpha=-1)
     else:
         vector.sub_(amount)
 
@@ -276,9 +279,5 @@ def _touched(arrived: Reduced, numel: int, device: torch.device) -> Tensor:
     """Which entries a reduction moves, ascending."""
     if not isinstance(arrived.mean, SparseVector) or not isinstance(arrived.sent, SparseVector):
         return torch.arange(numel, device=device)
-    touched: Tensor = torch.cat([arrived.mean.indices, arrived.sent.indices]).long().unique()
+    (touched,) = to_device(device, torch.cat([arrived.mean.indices, arrived.sent.indices]).long().unique())
     return touched
-
-
-def _energy(vector: Tensor) -> float:
-    return float(vector.double().square().sum())

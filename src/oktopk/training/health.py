@@ -20,6 +20,7 @@ _EXTRAS = {
     "trainer": ("rich", "tyro", "tensorboard", "safetensors", "psutil"),
     "speech": ("soundfile", "jiwer", "espeakng_loader"),
     "bert": ("transformers", "tokenizers"),
+    "gpu": ("triton",),
 }
 _SELF_TEST_SECONDS = 120
 _LEAST_MEMORY = 2 * 2**30
@@ -38,7 +39,7 @@ class Check:
 def examine() -> list[Check]:
     """Everything worth knowing, quick things first."""
     return [
-        _python(), _torch(), _backends(), _kernels(), _cores(), _memory(), _network(), *_extras(), _self_test(),
+        _python(), _torch(), _backends(), *_kernels(), _cores(), _memory(), _network(), *_extras(), _self_test(),
     ]  # fmt: skip
 
 
@@ -63,9 +64,19 @@ def _backends() -> Check:
     return Check("backends", found, None if available["gloo"] else "install a torch with Gloo")
 
 
-def _kernels() -> Check:
-    choice = choose(torch.device("cpu"))
-    return Check("kernels", f"{type(choice.kernels).__name__}: {choice.reason}")
+def _kernels() -> list[Check]:
+    """Which serve which device, and why."""
+    gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    return [_kernels_for(device) for device in (torch.device("cpu"), *gpus)]
+
+
+def _kernels_for(device: torch.device) -> Check:
+    choice = choose(device)
+    name = f"kernels on {device}" if device.type == "cpu" else f"kernels on {torch.cuda.get_device_name(device)}"
+    advice = None
+    if device.type == "cuda" and choice.kernels.name != "triton":
+        advice = "gradients are selected by plain torch, which is slower; please report the reason"
+    return Check(name, f"{type(choice.kernels).__name__}: {choice.reason}", advice, is_needed=False)
 
 
 def _cores() -> Check:

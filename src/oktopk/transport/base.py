@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-import torch
 from torch import Tensor
 
 SIZE_BYTES = 8  # each message is announced by its length in one int64
@@ -29,11 +28,10 @@ class Fault:
 
 
 class Transport(Protocol):
-    """A world of ranks. Every rank calls the same verbs in the same order."""
+    """A world of ranks. Every rank calls the same verbs in the same order, with tensors on the host."""
 
     rank: int
     world_size: int
-    device: torch.device  # where messages must live
 
     def all_reduce_(self, tensor: Tensor, op: Op = "sum") -> Tensor:
         """Replace `tensor` by its sum (or maximum) over ranks, the same bits on all of them."""

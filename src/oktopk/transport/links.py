@@ -32,7 +32,6 @@ class Link:
 
     ranks: Sequence[int]  # of the world, by rank in the group
     rank: int
-    device = torch.device("cpu")  # where messages must live
     timeout: timedelta
     store: BoundedStore | None = None  # that the ranks share; None in a world of one
     store_holder: int | None = None  # the rank whose process, or whose launcher's, the store is in
@@ -107,7 +106,8 @@ def open_link(group: Any, timeout: timedelta | None) -> Link:
     if ranks is None:
         return GivenLink(parent, timeout)
     backends = dist.get_backend_config(parent)
-    kind = GlooLink if "cpu:gloo" in backends and "nccl" not in backends else OtherLink
+    # Gloo beside NCCL too: messages are on the host, wherever gradients are.
+    kind = GlooLink if "gloo" in backends or "nccl" in backends else OtherLink
     return kind(parent, ranks, timeout)
 
 
@@ -149,12 +149,10 @@ class GlooLink(_OwnLink):
 
 
 class OtherLink(_OwnLink):
-    """NCCL on device tensors, or another backend, through torch's own functions."""
+    """Another backend that takes tensors of the host, such as MPI, through torch's own functions."""
 
     def connect(self, store: Store) -> None:
         backend = dist.get_backend(self._parent)
-        if "nccl" in backend:
-            self.device = torch.device("cuda", torch.cuda.current_device())
         is_subset = len(self.ranks) < dist.get_world_size()
         with _communication_errors():
             self._joined = dist.new_group(
@@ -167,7 +165,7 @@ class OtherLink(_OwnLink):
         super().leave()
 
     def _start(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> list[dist.Work]:
-        # NCCL needs them in one batch: a send waits for its receive.
+        # In one batch: a backend may let a send wait for its receive.
         batch = [dist.P2POp(dist.isend, message, self.ranks[to], self._group) for to, message in sends]
         batch += [dist.P2POp(dist.irecv, message, self.ranks[source], self._group) for source, message in receives]
         return dist.batch_isend_irecv(batch) if batch else []

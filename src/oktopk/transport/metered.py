@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import torch
 from torch import Tensor
 
 from oktopk.metrics import Clock
@@ -17,7 +16,6 @@ class MeteredTransport:
     def __init__(self, inner: Transport, clock: Clock | None = None) -> None:
         self.inner = inner
         self.rank, self.world_size = inner.rank, inner.world_size
-        self.device: torch.device = inner.device
         self._clock = clock or Clock()
         self.restart()
 

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 def share(value: Any, transport: Transport) -> list[Any]:
     """Every rank's JSON value, by rank."""
-    message = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(transport.device)
+    message = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     return [json.loads(bytes(other.tolist())) for other in transport.all_gather(message)]
 
 

@@ -37,7 +37,6 @@ class ThreadTransport:
     def __init__(self, world: ThreadWorld, rank: int) -> None:
         self._world = world
         self.rank, self.world_size = rank, world.world_size
-        self.device = torch.device("cpu")
 
     def all_reduce_(self, tensor: Tensor, op: Op = "sum") -> Tensor:
         parts = self._share(tensor.clone())

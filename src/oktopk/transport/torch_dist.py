@@ -1,4 +1,4 @@
-"""A `torch.distributed` process group as a transport: Gloo on CPU, NCCL on device tensors."""
+"""A `torch.distributed` process group as a transport: Gloo, whatever the backend of gradients is."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ class TorchTransport:
         self._witness: Witness | None = None  # of a world of one there is nothing to say
         if self._link.store is not None:
             self._connect()
-        self.device = self._link.device
 
     def _connect(self) -> None:
         link = self._link
@@ -45,7 +44,7 @@ class TorchTransport:
     def all_reduce_(self, tensor: Tensor, op: Op = "sum") -> Tensor:
         if self.world_size == 1:
             return tensor
-        if self.device.type == "cpu" and self.world_size <= tensor.numel() <= DIRECT_BYTES // tensor.element_size():
+        if self.world_size <= tensor.numel() <= DIRECT_BYTES // tensor.element_size():
             return self._all_reduce_directly_(tensor, op)
         return self._link.all_reduce_(tensor, op)
 
@@ -63,7 +62,7 @@ class TorchTransport:
     def all_to_all(
         self, messages: Sequence[Tensor], in_flight: int = 4, limits: Sequence[int] | None = None
     ) -> Iterator[tuple[int, Tensor]]:
-        if limits is None or self.device.type != "cpu":  # NCCL wants to know the exact length
+        if limits is None:
             return self._rotate(messages, self._exchange_sizes([message.numel() for message in messages]), in_flight)
         require_within(limits, self.rank, messages)
         return self._rotate_framed(messages, limits, in_flight)
@@ -93,18 +92,17 @@ class TorchTransport:
 
     def exchange(self, message: Tensor | None, to: int | None, source: int | None) -> Tensor | None:
         outgoing, incoming = torch.empty(1, dtype=torch.int64), torch.empty(1, dtype=torch.int64)
-        outgoing, incoming = outgoing.to(self.device), incoming.to(self.device)
         if message is not None:
             outgoing[0] = message.numel()
         self._swap(outgoing if to is not None else None, to, incoming if source is not None else None, source)
         received = None
         if source is not None:
-            received = torch.empty(int(incoming), dtype=torch.uint8, device=self.device)
+            received = torch.empty(int(incoming), dtype=torch.uint8)
         self._swap(message, to, received, source)
         return received
 
     def agree(self, words: Sequence[int]) -> list[list[int]]:
-        mine = torch.tensor(words, dtype=torch.int64, device=self.device)
+        mine = torch.tensor(words, dtype=torch.int64)
         if self.world_size == 1:
             return [mine.tolist()]
         answers = self._link.all_to_all(mine.repeat(self.world_size))
@@ -134,7 +132,7 @@ class TorchTransport:
     def _exchange_sizes(self, sizes: Sequence[int]) -> list[int]:
         if self.world_size == 1:
             return list(sizes)
-        outgoing = torch.tensor(sizes, dtype=torch.int64, device=self.device)
+        outgoing = torch.tensor(sizes, dtype=torch.int64)
         return [int(size) for size in self._link.all_to_all(outgoing).tolist()]
 
     def _post(
@@ -146,7 +144,7 @@ class TorchTransport:
         for distance in distances:
             to, source = (self.rank + distance) % self.world_size, (self.rank - distance) % self.world_size
             outgoing.append((to, messages[to]))
-            incoming.append((source, torch.empty(sizes[source], dtype=torch.uint8, device=self.device)))
+            incoming.append((source, torch.empty(sizes[source], dtype=torch.uint8)))
         return self._link.start(outgoing, incoming), incoming
 
     def _swap(self, outgoing: Tensor | None, to: int | None, incoming: Tensor | None, source: int | None) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from oktopk.errors import ConfigError, UnsupportedError, WireError, nearest
-from oktopk.types import SparseVector, index_dtype
+from oktopk.types import SparseVector
 from oktopk.wire import indices as index_codecs
 from oktopk.wire import values as value_codecs
 from oktopk.wire.header import HEADER_BYTES, VERSION, Header
@@ -43,13 +43,9 @@ class Wire:
         self._index_codec = None if indices == "auto" else _named(indices, index_codecs.NAMES, "index")
 
     def pack(self, vector: SparseVector) -> Packed:
-        """One message that describes itself, on the device of the vector."""
+        """One message that describes itself, on the host as the vector is."""
         encoded = value_codecs.encode(vector.values, self._value_codec)
-        if vector.values.device.type == "cpu":
-            message = self._pack_compact(vector, encoded)
-        else:
-            message = _pack_raw(vector, encoded)
-        return Packed(message, encoded.seen)
+        return Packed(self._message(vector, encoded), encoded.seen)
 
     def limit(self, nnz: int, numel: int, dtype: torch.dtype) -> int:
         """The most bytes that a message of so many entries can have."""
@@ -67,9 +63,10 @@ class Wire:
         if message.numel() != expected:
             raise WireError(f"expected a message of {expected} bytes, got {message.numel()}: truncated or damaged.")
         values = value_codecs.decode(message[start:], header.value_codec, header.value_parameter, header.nnz)
-        return SparseVector(_unpack_indices(message[HEADER_BYTES:start], header), values, header.numel)
+        indices = index_codecs.decode(message[HEADER_BYTES:start].numpy(), header)
+        return SparseVector(torch.from_numpy(indices), values, header.numel)
 
-    def _pack_compact(self, vector: SparseVector, encoded: value_codecs.Encoded) -> Tensor:
+    def _message(self, vector: SparseVector, encoded: value_codecs.Encoded) -> Tensor:
         indices = vector.indices.contiguous().numpy()
         plan = index_codecs.plan(indices, vector.numel, self._index_codec)
         message = torch.empty(HEADER_BYTES + plan.nbytes + encoded.data.numel(), dtype=torch.uint8)
@@ -88,38 +85,10 @@ def _header(vector: SparseVector, plan: index_codecs.Plan, encoded: value_codecs
     )
 
 
-def _pack_raw(vector: SparseVector, encoded: value_codecs.Encoded) -> Tensor:
-    """Off the CPU indices travel raw: coding them there would need a round trip to the host."""
-    wide = vector.numel > 2**31 - 1
-    raw = vector.indices.to(torch.int64 if wide else torch.int32).view(torch.uint8)
-    codec = (index_codecs.RAW64 if wide else index_codecs.RAW32) if vector.nnz else index_codecs.RUN
-    plan = index_codecs.Plan(codec, 0, raw.numel())
-    first = int(vector.indices[0]) if vector.nnz else 0
-    header = torch.from_numpy(_bytes(_header(vector, plan, encoded, first)).copy())
-    return torch.cat([header.to(raw.device), raw, encoded.data])
-
-
-def _unpack_indices(data: Tensor, header: Header) -> Tensor:
-    raw = header.index_codec in (index_codecs.RAW32, index_codecs.RAW64) and header.nnz > 0
-    if data.device.type != "cpu" and raw:
-        return _unpack_raw(data, header)
-    return torch.from_numpy(index_codecs.decode(data.cpu().numpy(), header)).to(data.device)
-
-
-def _unpack_raw(data: Tensor, header: Header) -> Tensor:
-    index_codecs.check_raw(data.numel(), header)
-    wide = header.index_codec == index_codecs.RAW64
-    signed = data.clone().view(torch.int64 if wide else torch.int32).long()
-    indices = signed if wide else signed & 0xFFFFFFFF
-    ends = int(indices[0]) == header.first and int(indices[-1]) < header.numel
-    index_codecs.require(ends and bool((indices[1:] > indices[:-1]).all()), "they do not ascend within their vector")
-    return indices.to(index_dtype(header.numel))
-
-
 def _head(message: Tensor) -> bytes:
     if message.dtype != torch.uint8 or message.dim() != 1:
         raise WireError(f"expected a message of uint8 in one dimension, got {message.dtype}, {tuple(message.shape)}.")
-    return bytes(message[:HEADER_BYTES].cpu().numpy())
+    return bytes(message[:HEADER_BYTES].numpy())
 
 
 def _bytes(header: Header) -> np.ndarray:
