@@ -21,6 +21,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt "torch==2.13.0"
 	$(BIN)/pip install --quiet --constraint constraints.txt hatchling editables
 	$(BIN)/pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[$(EXTRAS)]"
+	$(BIN)/python -m oktopk.training.self_test  # and keeps the compiled loops
 	touch $(STAMP)
 
 demo: setup

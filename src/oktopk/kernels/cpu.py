@@ -5,19 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from oktopk.kernels import cpu_loops as loops
-from oktopk.kernels import cpu_sparse as sparse
-from oktopk.kernels.cpu_simd import LINE_BYTES, WORD
+from oktopk.kernels.cpu_sizes import DIGIT, LINE_BYTES, TILE, WINDOW, WORD
 from oktopk.kernels.cpu_team import Team
+from oktopk.kernels.linking import Library
 from oktopk.kernels.reference import ReferenceKernels
 from oktopk.kernels.tensors import UNKNOWN, is_same, require_same_size, require_whole, version, written
 from oktopk.types import Difference, Source, SparseVector, index_dtype
+
+if TYPE_CHECKING:
+    from oktopk.kernels import cpu_loops as loops
+    from oktopk.kernels import cpu_sparse as sparse
+else:
+    loops, sparse = Library("oktopk.kernels.cpu_loops"), Library("oktopk.kernels.cpu_sparse")
 
 SAMPLE = 1 << 15  # entries that tell a threshold; more = fewer candidates, slower sample
 SHARE = 64  # a sample is at most one of this many entries
@@ -42,7 +47,7 @@ class CpuKernels(ReferenceKernels):
 
     def __init__(self) -> None:
         self._buffers: dict[str, np.ndarray] = {}
-        self._counters = np.zeros(1 << loops.DIGIT, np.int64)
+        self._counters = np.zeros(1 << DIGIT, np.int64)
         self._candidates: _Candidates | None = None
         self._team = Team()
 
@@ -184,8 +189,9 @@ class CpuKernels(ReferenceKernels):
         for piece in pieces:
             written(piece)
         table = _Pieces.of(pieces)
-        values = vector.values.to(pieces[0].dtype)
-        placed = sparse.fill(table.addresses, table.ends, _numpy(vector.indices), _bits(values))
+        bits = _bits(vector.values.to(pieces[0].dtype))
+        tile = self._buffer("tile", bits.dtype, TILE)
+        placed = sparse.fill(table.addresses, table.ends, _numpy(vector.indices), bits, tile)
         if placed < vector.nnz:
             raise IndexError(f"indices must ascend below {table.ends[-1]}; entry {placed} does not.")
         return None
@@ -259,10 +265,11 @@ class CpuKernels(ReferenceKernels):
         places, contents = _Pieces.of(indices), _Pieces.of(values)
         sizes = np.diff(places.ends, prepend=0)
         like, room = _numpy(values[0]).dtype, int(places.ends[-1]) + WORD
-        sums = self._buffer("sums", like, sparse.WINDOW)
-        touched = self._buffer("touched", np.uint64, sparse.WINDOW // WORD)
+        sums = self._buffer("sums", like, WINDOW)
+        touched = self._buffer("touched", np.uint64, WINDOW // WORD)
         union, total = np.empty(room, _numpy(indices[0]).dtype), np.empty(room, like)
-        count = sparse.sum_windows(places.addresses, contents.addresses, sizes, sums, touched, union, total)
+        cursors = np.zeros(sizes.size, np.int64)
+        count = sparse.sum_windows(places.addresses, contents.addresses, sizes, cursors, sums, touched, union, total)
         if count < 0:
             self._buffers.clear()  # half a sum is left in them
             raise IndexError("indices of vectors to sum must ascend from 0 on, each once per vector.")

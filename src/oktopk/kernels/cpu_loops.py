@@ -13,7 +13,6 @@ import numpy as np
 
 from oktopk.kernels.compiling import jit, jit_reordered, leading_zeros, population, trailing_zeros
 from oktopk.kernels.cpu_simd import (
-    WORD,
     add_word,
     add_word_past,
     array_at,
@@ -21,10 +20,9 @@ from oktopk.kernels.cpu_simd import (
     prefetch,
     subtract_word,
 )
+from oktopk.kernels.cpu_sizes import DIGIT, TILE, WORD
 
-DIGIT = 12  # bits a radix pass resolves: 4096 counters stay in the first-level cache
 LINE = 16  # entries a sample takes together: one cache line of float32
-TILE = 2048  # entries worked on while they are in the first-level cache
 STREAMS = 8  # places a plain scan reads at the same time
 UNASKED = 4  # indices of a word written without looking how many it has
 FAR = 1024  # entries that a scan asks for in advance
@@ -191,8 +189,7 @@ def _subtract_piece(
 ) -> Any:
     """`subtract_compact` of a piece, word by word."""
     room, at, total = indices.size - WORD, start, 0.0
-    differences, few = values.view(shared.dtype), np.empty(WORD, shared.dtype)
-    bits = few.view(values.dtype)
+    differences = values.view(shared.dtype)
     while at < stop and count <= room:
         first, end = count, min(at + TILE, stop)
         while at < end and count <= room:
@@ -204,10 +201,11 @@ def _subtract_piece(
                 word, more = subtract_word(shared, at, shared, own, at - base, key)
             else:
                 more = 0.0
-                for i in range(length):
-                    few[i] = shared[at + i] - own[at + i - base]
-                    more += np.float64(few[i]) * np.float64(few[i])
-                word = _tail_mask(bits, 0, length, key)
+                for i in range(length):  # to where the next candidates will be written: there is room for a word
+                    value = shared[at + i] - own[at + i - base]
+                    differences[count + i] = value
+                    more += np.float64(value) * np.float64(value)
+                word = _tail_mask(values, count, count + length, key)
             total += more
             count = append_places(word, at, indices, count)
             at += length

@@ -10,8 +10,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np.arrayobj import populate_array
 
-WORD = 64  # entries compared at once: one bit of a uint64 each
-LINE_BYTES = 64  # of a cache line
+from oktopk.kernels.cpu_sizes import LINE_BYTES, WORD
 
 _I8, _I16, _I32, _I64 = (ir.IntType(width) for width in (8, 16, 32, 64))
 _DOUBLE = ir.DoubleType()

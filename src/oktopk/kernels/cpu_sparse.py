@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from oktopk.kernels.compiling import jit
-from oktopk.kernels.cpu_loops import TILE, append_places, magnitude_mask
-from oktopk.kernels.cpu_simd import LINE_BYTES, WORD, array_at, prefetch, publish, stream_line
+from oktopk.kernels.cpu_loops import append_places, magnitude_mask
+from oktopk.kernels.cpu_simd import array_at, prefetch, publish, stream_line
+from oktopk.kernels.cpu_sizes import LINE_BYTES, TILE, WINDOW, WORD
 
-WINDOW = 1 << 15  # entries of the index space that sum_windows covers at once
 AHEAD = 24  # scattered accesses asked for in advance
 
 _ONE = np.uint64(1)
@@ -36,15 +36,16 @@ def histogram(bits: Any, shift: int, first: int, counts: Any) -> Any:
 
 @jit
 def sum_windows(
-    places: Any, contents: Any, sizes: Any, sums: Any, touched: Any, to_indices: Any, to_values: Any
+    places: Any, contents: Any, sizes: Any, cursors: Any, sums: Any, touched: Any, to_indices: Any, to_values: Any
 ) -> Any:
     """Sum ascending lists: list s has its sizes[s] indices at address places[s], its values at contents[s].
 
     Returns the length of the union, -1 if a list does not ascend. The index space is crossed in windows whose sums fit
-    the cache, each list adding in turn, so every sum is formed in the order of the lists. `sums` [WINDOW] and `touched`
-    [WINDOW / WORD] must come zero, and are left so; to_indices and to_values need room for a word more than is needed.
+    the cache, each list adding in turn, so every sum is formed in the order of the lists. `cursors`, one
+    per list, must come zero; so must `sums` [WINDOW] and `touched` [WINDOW / WORD], which are left so. to_indices and
+    to_values need room for a word more than is needed.
     """
-    count, cursors = 0, np.zeros(sizes.size, np.int64)
+    count = 0
     while True:
         base = _next_index(places, sizes, cursors, to_indices)
         if base < 0:
@@ -226,9 +227,12 @@ def take_from_difference(shared: Any, addresses: Any, ends: Any, indices: Any, v
 
 
 @jit
-def fill(addresses: Any, ends: Any, indices: Any, values: Any) -> Any:
-    """Pieces (as in `cpu_loops.add_compact`) = values at ascending indices, zero elsewhere; how many it could place."""
-    tile, at, base = np.zeros(TILE, values.dtype), 0, 0
+def fill(addresses: Any, ends: Any, indices: Any, values: Any, tile: Any) -> Any:
+    """Pieces (as in `cpu_loops.add_compact`) = values at ascending indices, zero elsewhere; how many it could place.
+
+    `tile` [TILE] must come zero, and is left so.
+    """
+    at, base = 0, 0
     for piece in range(ends.size):
         out = array_at(addresses[piece], ends[piece] - base, values)
         lead = -addresses[piece] % LINE_BYTES

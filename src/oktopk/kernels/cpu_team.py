@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from oktopk.kernels.cpu_simd import WORD
+from oktopk.kernels.cpu_sizes import WORD
 
 GRAIN = 1 << 20  # entries that are worth a thread; starting one costs about 50 microseconds
 

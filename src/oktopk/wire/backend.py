@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from functools import cache
-from importlib import import_module
-from types import ModuleType
-from typing import Literal
+from typing import Any, Literal
+
+Loops = Any  # loops by name: compiled ones, or a module
 
 
 @cache
-def compiled_codecs(of: Literal["indices", "values"]) -> ModuleType | None:
-    """The module with the compiled loops; None when numba is missing: others give the same bytes, slower."""
+def compiled_codecs(of: Literal["indices", "values"]) -> Loops | None:
+    """The compiled loops; None when numba is missing: others give the same bytes, slower."""
     try:
-        return import_module(f"oktopk.wire.compiled_{of}")
+        from oktopk.kernels.linking import Library
+
+        return Library(f"oktopk.wire.compiled_{of}")
     except ImportError:
         return None

@@ -76,10 +76,10 @@ def _as_float(typing: Any, bits: Any) -> Any:
 @jit
 def decode_int8(data: Any, block: int, values: Any) -> Any:
     """Bytes, which need not be aligned, to float32."""
-    head = 4 * ((values.size + block - 1) // block)
-    codes = data[head:].view(np.int8)
-    for start in range(0, values.size, block):
-        at, bits = 4 * (start // block), np.uint32(0)
+    blocks = (values.size + block - 1) // block
+    codes = data[4 * blocks :].view(np.int8)
+    for number in range(blocks):
+        start, at, bits = number * block, 4 * number, np.uint32(0)
         for byte in range(4):
             bits |= np.uint32(data[at + byte]) << np.uint32(8 * byte)
         scale, own = _as_float(bits), values[start : start + block]
@@ -99,15 +99,21 @@ def encode_narrow(
     ends: Any,
     codes: Any,
     seen: Any,
+    scratch: Any,
+    own_codes: Any,
+    own_levels: Any,
+    borders: Any,
 ) -> Any:
-    """float32 values by blocks that share two bfloat16 magnitudes, `ends`; and as they come back to `seen`."""
-    exact, own_codes = np.empty(block, np.float64), np.empty(block, np.uint32)
-    own_levels, borders = np.empty_like(levels), np.empty_like(middles)
+    """float32 values by blocks that share two bfloat16 magnitudes, `ends`; and as they come back to `seen`.
+
+    The last four are to work with: float64 [3 * block], uint32 [block], and as `levels` and `middles`.
+    """
+    exact = scratch[:block]
     for i in range(ends.shape[0]):
         own, back = values[i * block : (i + 1) * block], seen[i * block : (i + 1) * block]
         low, high = _exact_ends(own, limit, exact)
         if bits == 2:
-            low, high = _means(exact, own.size, low, high, moves)
+            low, high = _means(exact, own.size, low, high, moves, scratch[block:])
         ends[i, 0], ends[i, 1] = _half(np.float32(low)), _half(np.float32(high))
         _between(ends[i, 0], ends[i, 1], levels, own_levels)
         _between(ends[i, 0], ends[i, 1], middles, borders)
@@ -128,9 +134,9 @@ def _exact_ends(values: Any, limit: Any, exact: Any) -> Any:
 
 
 @jit
-def _means(exact: Any, count: int, low: Any, high: Any, moves: int) -> Any:
-    """Of the smaller and of the larger magnitudes."""
-    small, large = np.empty_like(exact), np.empty_like(exact)
+def _means(exact: Any, count: int, low: Any, high: Any, moves: int, scratch: Any) -> Any:
+    """Of the smaller and of the larger magnitudes. `scratch` is twice as long as `exact`."""
+    small, large = scratch[: exact.size], scratch[exact.size :]
     border = low + (high - low) * 0.25
     for _ in range(moves + 1):
         above = 0
@@ -208,17 +214,17 @@ def _bits_of(typing: Any, value: Any) -> Any:
 
 
 @jit
-def decode_narrow(data: Any, block: int, bits: int, levels: Any, values: Any) -> Any:
-    """Bytes, which need not be aligned, to float32."""
-    head, per_byte = 4 * ((values.size + block - 1) // block), 8 // bits
-    own, table = np.empty_like(levels), np.empty(2 * levels.size, np.float32)
-    for start in range(0, values.size, block):
-        at = 4 * (start // block)
+def decode_narrow(data: Any, block: int, bits: int, levels: Any, values: Any, own: Any, table: Any) -> Any:
+    """Bytes, which need not be aligned, to float32. `own` [levels] and `table` [2 * levels] are to work with."""
+    blocks, per_byte = (values.size + block - 1) // block, 8 // bits
+    for number in range(blocks):
+        start, at = number * block, 4 * number
         low = np.uint16(data[at]) | np.uint16(data[at + 1]) << np.uint16(8)
         high = np.uint16(data[at + 2]) | np.uint16(data[at + 3]) << np.uint16(8)
         _between(low, high, levels, own)
-        table[: own.size], table[own.size :] = own, -own
-        _split(data[head + start // per_byte :], bits, table, values[start : start + block])
+        for level in range(own.size):
+            table[level], table[own.size + level] = own[level], -own[level]
+        _split(data[4 * blocks + start // per_byte :], bits, table, values[start : start + block])
 
 
 @jit

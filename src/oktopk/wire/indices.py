@@ -7,13 +7,12 @@ about a far region costs no more than one about the start.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import ModuleType
 
 import numpy as np
 
 from oktopk.errors import WireError
 from oktopk.wire import plain
-from oktopk.wire.backend import compiled_codecs
+from oktopk.wire.backend import Loops, compiled_codecs
 from oktopk.wire.header import Header
 
 RAW32, RAW64, BLOCK16, RICE, BITMAP, RUN = range(6)
@@ -87,8 +86,8 @@ def decode(data: np.ndarray, header: Header) -> np.ndarray:
     return indices.astype(_dtype(header.numel), copy=False)
 
 
-def backend() -> ModuleType:
-    """The module that codes gaps."""
+def backend() -> Loops:
+    """What codes gaps."""
     return compiled_codecs("indices") or plain
 
 

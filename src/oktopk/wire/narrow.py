@@ -6,11 +6,12 @@ In plain torch, so that it runs on any device; `compiled_values` has the same as
 from __future__ import annotations
 
 from itertools import pairwise
-from types import ModuleType
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from oktopk.wire.backend import Loops
 
 BLOCK = 128  # values that share two magnitudes
 
@@ -53,17 +54,19 @@ def decode(data: Tensor, bits: int, count: int, dtype: torch.dtype) -> Tensor:
     return torch.where(codes < half, magnitudes, -magnitudes)
 
 
-def encode_compiled(values: np.ndarray, bits: int, loops: ModuleType, data: np.ndarray, seen: np.ndarray) -> None:
+def encode_compiled(values: np.ndarray, bits: int, loops: Loops, data: np.ndarray, seen: np.ndarray) -> None:
     """As `encode` for float32, into `data`; and as they come back to `seen`."""
     head = 4 * -(-values.size // BLOCK)
     ends = data[:head].view(np.uint16).reshape(-1, 2)
     tables = np.array(LEVELS[bits], np.float32), np.array(MIDDLES[bits], np.float32)
-    loops.encode_narrow(values, BLOCK, bits, _LIMIT_BITS, MOVES, *tables, ends, data[head:], seen)
+    scratch = np.empty(3 * BLOCK, np.float64), np.empty(BLOCK, np.uint32), *(np.empty_like(table) for table in tables)
+    loops.encode_narrow(values, BLOCK, bits, _LIMIT_BITS, MOVES, *tables, ends, data[head:], seen, *scratch)
 
 
-def decode_compiled(data: np.ndarray, bits: int, loops: ModuleType, values: np.ndarray) -> None:
+def decode_compiled(data: np.ndarray, bits: int, loops: Loops, values: np.ndarray) -> None:
     """As `decode` for float32, into `values`."""
-    loops.decode_narrow(data, BLOCK, bits, np.array(LEVELS[bits], np.float32), values)
+    levels = np.array(LEVELS[bits], np.float32)
+    loops.decode_narrow(data, BLOCK, bits, levels, values, np.empty_like(levels), np.empty(2 * levels.size, np.float32))
 
 
 def _blocks(values: Tensor) -> Tensor:

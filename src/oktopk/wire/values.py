@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from types import ModuleType
 
 import numpy as np
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from oktopk.errors import WireError
 from oktopk.wire import narrow
-from oktopk.wire.backend import compiled_codecs
+from oktopk.wire.backend import Loops, compiled_codecs
 
 FLOAT32, FLOAT64, FLOAT16, BFLOAT16, INT8, INT4, CODEBOOK2 = range(7)
 NAMES = {
@@ -76,13 +75,13 @@ def decode(data: Tensor, codec: int, parameter: int, nnz: int) -> Tensor:
     return _typed(data, torch.bfloat16 if kind == BFLOAT16 else dtype).to(dtype)
 
 
-def _loops(values: Tensor, codec: int) -> ModuleType | None:
+def _loops(values: Tensor, codec: int) -> Loops | None:
     """The module with compiled loops for this codec, which give the same bits; None if there are none here."""
     on_cpu = values.dtype == torch.float32 and values.device.type == "cpu"
     return compiled_codecs("values") if on_cpu and codec in _COMPILED else None
 
 
-def _encode_compiled(values: Tensor, codec: int, loops: ModuleType) -> Encoded:
+def _encode_compiled(values: Tensor, codec: int, loops: Loops) -> Encoded:
     exact = values.contiguous().numpy()
     data, seen = np.empty(nbytes(codec, exact.size), np.uint8), np.empty_like(exact)
     if codec in _BITS:
@@ -96,7 +95,7 @@ def _encode_compiled(values: Tensor, codec: int, loops: ModuleType) -> Encoded:
     return Encoded(codec, 0, torch.from_numpy(data), torch.from_numpy(seen))
 
 
-def _decode_compiled(data: Tensor, codec: int, values: Tensor, loops: ModuleType) -> Tensor:
+def _decode_compiled(data: Tensor, codec: int, values: Tensor, loops: Loops) -> Tensor:
     if codec in _BITS:
         narrow.decode_compiled(data.numpy(), _BITS[codec], loops, values.numpy())
     elif codec == BFLOAT16:
