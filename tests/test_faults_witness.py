@@ -24,7 +24,7 @@ from oktopk.transport.addresses import Answer, call_all, listen, watch_all
 from oktopk.transport.base import Fault
 from oktopk.transport.bounded_store import BoundedStore
 from oktopk.transport.witness import HOLDS_SILENT_STORE, LATE, SILENT, VANISHED, Witness
-from worlds import frozen_store
+from worlds import frozen_store, store_client
 
 PROMISE = 5.0  # seconds from the failure of a collective to the error, as docs/resuming-and-faults.md says
 
@@ -37,7 +37,7 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def open_witnesses(world_size: int, stores: list[TCPStore] | None = None) -> list[Witness]:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    stores = stores or [store.clone() for _ in range(world_size)]
+    stores = stores or [store_client(store.port) for _ in range(world_size)]
 
     def open_one(rank: int) -> Witness:
         store = BoundedStore(lambda: stores[rank], 60)

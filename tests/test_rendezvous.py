@@ -21,7 +21,7 @@ from oktopk.transport import rendezvous
 from oktopk.transport.bounded_store import BoundedStore
 from oktopk.transport.links import DUTY
 from oktopk.transport.rendezvous import Rendezvous
-from worlds import frozen_store, run_processes
+from worlds import frozen_store, run_processes, store_client
 
 LONG, SHORT = timedelta(seconds=60), timedelta(seconds=0.3)
 
@@ -32,7 +32,7 @@ def store() -> TCPStore:
 
 
 def meet(store: Any, ranks: Sequence[int], rank: int, word: str, timeout: timedelta = LONG) -> list[str]:
-    with closing(BoundedStore(store.clone, 60)) as own:
+    with closing(BoundedStore(lambda: store_client(store.port), 60)) as own:
         return Rendezvous(own, ranks, rank).meet(word, timeout, DUTY)
 
 

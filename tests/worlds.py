@@ -177,11 +177,16 @@ def _redirect_output(path: Path) -> None:
         os.dup2(file, stream)
 
 
+def store_client(port: int) -> Any:
+    """A connection of its own to the TCPStore of a port here; not every torch that is supported can clone one."""
+    from torch._C._distributed_c10d import TCPStore
+
+    return TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+
+
 @contextlib.contextmanager
 def frozen_store(clients: int) -> Iterator[tuple[list[Any], Callable[[], None]]]:
     """Connections to a TCPStore in a process of its own, and a function that stops this process (SIGSTOP)."""
-    from torch._C._distributed_c10d import TCPStore
-
     here, there = _server.Pipe()
     process = _server.Process(target=_serve_store, args=(there,))
     _start_server()
@@ -189,7 +194,7 @@ def frozen_store(clients: int) -> Iterator[tuple[list[Any], Callable[[], None]]]
     try:
         assert process.pid is not None and here.poll(60)
         port, pid = here.recv(), process.pid
-        stores = [TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False) for _ in range(clients)]
+        stores = [store_client(port) for _ in range(clients)]
         yield stores, lambda: os.kill(pid, signal.SIGSTOP)
     finally:
         process.kill()

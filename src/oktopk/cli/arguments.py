@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-import sys
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
@@ -14,11 +14,6 @@ import tyro
 
 from oktopk.errors import ConfigError
 from oktopk.training.values import as_fields
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 T = TypeVar("T")
 CONFIG_FLAG = "--config"

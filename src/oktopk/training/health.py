@@ -44,13 +44,13 @@ def examine() -> list[Check]:
 
 
 def _python() -> Check:
-    wanted = None if sys.version_info >= (3, 10) else "install Python 3.10 or later"
+    wanted = None if sys.version_info >= (3, 11) else "install Python 3.11 or later"
     return Check("python", f"{platform.python_version()} ({sys.executable})", wanted)
 
 
 def _torch() -> Check:
     release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    return Check("torch", torch.__version__, None if release >= (2, 4) else "install torch 2.4 or later")
+    return Check("torch", torch.__version__, None if release >= (2, 6) else "install torch 2.6 or later")
 
 
 def _backends() -> Check:
