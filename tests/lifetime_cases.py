@@ -178,6 +178,22 @@ def closed_optimizer() -> dict[str, Any]:
     return seen
 
 
+def closed_fsdp() -> tuple[list[Tensor], list[Tensor]]:
+    """Shards before and after a step that follows closing."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model = Net(seed=dist.get_rank())  # replicas start from the first one's
+    fully_shard(model, mesh=mesh["shard"])
+    data = list(batches(dist.get_rank(), 4))
+    with oktopk.register_fsdp(model, mesh["replicate"].get_group(), **SPARSE):
+        train(model, sgd(model), data[:3])
+    before = [parameter.to_local().detach().clone() for parameter in model.parameters()]
+    train(model, sgd(model), data[3:])
+    return before, [parameter.to_local().detach().clone() for parameter in model.parameters()]
+
+
 def all_of_it() -> dict[str, Any]:
     """In one world: starting processes costs more than training in them."""
     return {

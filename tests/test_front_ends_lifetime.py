@@ -59,5 +59,14 @@ def test_a_closed_optimizer_leaves_the_model_to_its_rank(world: list[dict[str, A
     assert not all(torch.equal(a, b) for a, b in zip(one["apart"], other["apart"], strict=True))
 
 
+@pytest.mark.slow
+def test_replicas_of_fsdp_go_on_with_the_dense_mean() -> None:
+    (before, after), (other_before, other_after) = run_processes(2, cases.closed_fsdp, timeout=200)
+    assert_equal(before, other_before)
+    assert_equal(after, other_after)
+    moved = sum(int((a != b).sum()) for a, b in zip(before, after, strict=True))
+    assert moved > 0.9 * sum(shard.numel() for shard in after), "a sparse mean moves a tenth of them"
+
+
 def assert_equal(ours: list[Tensor], theirs: list[Tensor]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
@@ -110,3 +113,31 @@ def test_freed_memory_is_kept_only_when_asked_for(monkeypatch: pytest.MonkeyPatc
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
         oktopk.DistributedOptimizer(inner, model, group=ThreadWorld(1).transports()[0], **options).close()
         assert len(asked) == len(options)
+
+
+TYPED = """
+import torch, oktopk
+from oktopk.integrations import LightningCallback
+
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with oktopk.register(model, density=0.1, min_numel=0, wire="int8", norm_clip=1.0) as reducer:
+    oktopk.save(reducer, "folder")
+oktopk.Reducer("oktopk", **oktopk.PAPER_LSTM)
+oktopk.register(model, densty=0.1)  # wrong
+oktopk.register(model, min_numel="many")  # wrong
+oktopk.DistributedOptimizer(optimizer, model, fuse="all")  # wrong
+oktopk.sparse_allreduce(torch.ones(3), wires=3)  # wrong
+oktopk.register_fsdp(model, None, colour="red")  # wrong
+LightningCallback(densty=0.1)  # wrong
+"""
+
+
+@pytest.mark.slow
+def test_a_type_checker_finds_every_wrong_option_and_no_other(tmp_path: Path) -> None:
+    program, root = tmp_path / "program.py", Path(__file__).parent.parent
+    program.write_text(TYPED)
+    command = [sys.executable, "-m", "mypy", "--config-file", str(root / "pyproject.toml"), str(program)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=250, cwd=root)
+    found = {int(line.split(":")[1]) for line in ended.stdout.splitlines() if ": error: " in line}
+    assert found == {i for i, line in enumerate(TYPED.splitlines(), 1) if line.endswith("# wrong")}, ended.stdout
