@@ -28,7 +28,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in ALGORITHMS),
     ("topka", {"global_cut": True}),
     ("gaussiank", {"split_and_reduce": True}),
-    ("randomk", {"order": "random", "block": 3, "seed": 5}),
+    ("randomk", {"order": "random", "block": 3, "draw_seed": 5}),
     ("oktopk", {"threshold": "reused", "reestimate_every": 2, "repartition_every": 2}),
     ("oktopk", {"balance_factor": 1.0, "in_flight": 1, "in_turn": 0.8}),
     ("oktopk", {"in_turn": 0.3}),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from oktopk.errors import ConfigError, DataError, NonFiniteError
 from oktopk.metrics import PHASES, StepRecord
 from oktopk.reducer import Reducer
+from oktopk.training.algorithms import CONFIGS
 from oktopk.training.analysis import Analyzer, magnitude_edges
 from oktopk.training.config import TrainConfig
 from oktopk.training.journal import LOOP_PHASES, Journal, summarize_epoch
@@ -352,3 +353,9 @@ def test_a_workload_that_runs_out_of_batches_is_a_clear_error(tmp_path: Path, mo
     monkeypatch.setattr(ToyWorkload, "steps_per_epoch", lambda self, world_size: 99)
     with pytest.raises(DataError, match="ran out"):
         train_alone(toy_config(tmp_path, "run"))
+
+
+@pytest.mark.parametrize("algorithm", list(CONFIGS))
+def test_an_option_of_an_algorithm_is_not_called_as_one_of_the_trainer(algorithm: str) -> None:
+    """Both are flags of one command."""
+    assert not {f.name for f in fields(CONFIGS[algorithm])} & {f.name for f in fields(TrainConfig)}

@@ -54,7 +54,7 @@ class RandomKConfig:
 
     order: Literal["turn", "random"] = "turn"  # turn: each entry once in 1/density steps; random: some wait far longer
     block: int = 16  # neighbours that are drawn together; larger = less work, coarser (16: a line of the cache)
-    seed: int = 0  # another seed draws others; the same on all ranks
+    draw_seed: int = 0  # another seed draws others; the same on all ranks
 
     def __post_init__(self) -> None:
         if self.order not in ("turn", "random"):
@@ -152,7 +152,7 @@ class Options(TypedDict, total=False):
     in_turn: float
     order: Literal["turn", "random"]
     block: int
-    seed: int
+    draw_seed: int
     threshold: Literal["fresh", "reused"]
     reestimate_every: int
     repartition_every: int

@@ -21,7 +21,7 @@ class RandomK:
 
     def __init__(self, config: RandomKConfig, tools: Tools) -> None:
         self._tools = tools
-        self._lottery = Lottery(config.order == "turn", config.block, config.seed)
+        self._lottery = Lottery(config.order == "turn", config.block, config.draw_seed)
         self._step = 0
 
     def reduce(self, acc: Source, k: int) -> Reduced:
