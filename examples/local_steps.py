@@ -1,4 +1,4 @@
-"""Local steps: every rank trains by itself, and only the largest changes of weights travel. Adam, no dense phase.
+"""Local steps: every rank trains by itself; changes of weights travel in turn, in two bits each. No dense phase.
 
 torchrun --nproc-per-node 2 examples/local_steps.py
 torchrun --nproc-per-node 2 examples/local_steps.py runs/local-example 40   # the second time it resumes at step 40
@@ -25,7 +25,7 @@ def main(folder: Path | None, steps: int) -> None:
     rank = dist.get_rank()
     model = nn.Sequential(nn.Linear(32, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    handle = oktopk.local_steps(model, optimizer, density=0.05, wire="int8")  # the one line; DDP is not needed
+    handle = oktopk.local_steps(model, optimizer)  # the one line; DDP is not needed
 
     if folder is not None and (folder / "manifest.json").exists():
         oktopk.load(handle, folder)  # weights, what each rank still owes, and its optimizer

@@ -49,6 +49,7 @@ def test_updates_want_no_dense_start_and_under_adamw_a_larger_rate() -> None:
     base = Recipe(optimizer="adamw", lr=0.01, density=0.02, warmup_steps=100)
     recipe = TrainConfig(reduce="updates").recipe(base, 4)
     assert (recipe.lr, recipe.density, recipe.warmup_steps) == (0.02, 0.05, 0)
+    assert TrainConfig(reduce="updates", algorithm="randomk").recipe(base, 4).density == 0.3
     assert TrainConfig(reduce="updates", lr=0.5).recipe(base, 4).lr == 0.5
     assert TrainConfig(reduce="updates", optimizer="lamb").recipe(base, 4).lr == 0.01
     assert TrainConfig().recipe(base, 4) == base

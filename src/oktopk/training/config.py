@@ -16,7 +16,8 @@ from oktopk.workloads.base import Recipe
 
 _BUCKET_MB, _BUCKET_MB_WITHOUT_OVERLAP = 25.0, 256.0
 Optimizer = Literal["sgd", "adamw", "lamb"]
-UPDATE_DENSITY = 0.05  # unless the user says otherwise
+UPDATES = {"randomk": (0.3, "codebook2")}  # density and wire of updates, unless the user says otherwise
+OTHER_UPDATES = (0.05, "int8")
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class TrainConfig:
     warmup_steps: int | None = None  # dense steps before sparse ones
     reduce: Literal["gradients", "updates"] = "gradients"  # updates: each worker steps by itself, changes are summed
     every: int | Literal["auto"] = 1  # steps between synchronisations of updates; auto: a tenth of the time
-    wire: str | None = None  # float32, float16, bfloat16, int8, int4, codebook2; None: float32, for updates int8
+    wire: str | None = None  # float32, float16, bfloat16, int8, int4, codebook2; None: float32, for updates narrower
     min_numel: int = 1024  # parameters smaller than this go dense
     bucket_mb: float | None = None  # gradient reduced at once; larger = fewer messages, less overlap; None: 25, or 256
     # with norm_clip, which must know the whole gradient before any of it is sent
@@ -114,7 +115,7 @@ class TrainConfig:
 
     @property
     def wire_format(self) -> str:
-        return self.wire or ("int8" if self.reduce == "updates" else "float32")
+        return self.wire or (UPDATES.get(self.algorithm, OTHER_UPDATES)[1] if self.reduce == "updates" else "float32")
 
     def recipe(self, base: Recipe, world_size: int = 1) -> Recipe:
         """The preset's recipe with what the user said in its place.
@@ -125,7 +126,7 @@ class TrainConfig:
         """
         if self.reduce == "updates":
             rate = base.lr * world_size**0.5 if (self.optimizer or base.optimizer) == "adamw" else base.lr
-            base = replace(base, density=UPDATE_DENSITY, warmup_steps=0, lr=rate)
+            base = replace(base, density=UPDATES.get(self.algorithm, OTHER_UPDATES)[0], warmup_steps=0, lr=rate)
         said = {f.name: getattr(self, f.name) for f in fields(Recipe) if getattr(self, f.name) is not None}
         if said.get("norm_clip") == 0:
             said["norm_clip"] = None
