@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from oktopk.kernels import staging, triton, triton_search
 from oktopk.reduction import communication
+from oktopk.transport import ThreadTransport
 
 GPU = torch.device("cuda", 0)
 
@@ -82,17 +83,19 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> An
     to_gpu = _target(name, args, kwargs)
     if name == "copy_":
         return _copy(*args, **kwargs)
+    if name == "backward":  # hooks run inside, and must see tensors of the device
+        return torch.autograd.backward(_plain(args[0]))
     if on_gpu and name != "__get__":
         _check_alone(name, tree_leaves((args[:-1] if name == "__setitem__" else args, dict(kwargs))))
         _check_wait(name, args, to_gpu)
     with torch._C.DisableTorchFunction():
-        result = func(
-            *tree_map(_plain, args), **{k: _plain_device(v) for k, v in tree_map(_plain, dict(kwargs)).items()}
-        )
-    if name.endswith("_") and not name.startswith("__") and args and isinstance(args[0], Tensor):
-        return args[0]
+        result = func(*tree_map(_plain_device, args), **tree_map(_plain_device, dict(kwargs)))
+        if name in ("to", "cpu") and to_gpu is not on_gpu:
+            result = result.clone()  # elsewhere
+    if args and result is args[0]:
+        return result
     stays = on_gpu and name not in ("cpu", "numpy") if to_gpu is None else to_gpu
-    return tree_map(lambda x: x.as_subclass(OnGpu) if stays and isinstance(x, Tensor) else x, result)
+    return tree_map(lambda x: x.as_subclass(OnGpu) if stays and type(x) is Tensor else x, result)
 
 
 def _target(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool | None:
@@ -135,7 +138,7 @@ def _check_wait(name: str, args: tuple[Any, ...], to_gpu: bool | None) -> None:
 
 
 def _plain(x: Any) -> Any:
-    return x.as_subclass(torch.Tensor) if isinstance(x, OnGpu) else _plain_device(x)
+    return x.as_subclass(torch.Tensor) if isinstance(x, OnGpu) else x
 
 
 def _plain_device(x: Any) -> Any:
@@ -144,6 +147,17 @@ def _plain_device(x: Any) -> Any:
 
 def to_gpu(tensor: Tensor) -> Tensor:
     return tensor.as_subclass(OnGpu)
+
+
+def _refusing(verb: Any) -> Any:
+    """A verb of a transport, which takes tensors of the host as Gloo does."""
+
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        on_gpu = any(isinstance(leaf, OnGpu) for leaf in tree_leaves((args, kwargs)))
+        assert not on_gpu or self.world_size == 1, "a message on the device"
+        return verb(self, *args, **kwargs)
+
+    return checked
 
 
 def to_host(tensor: Tensor) -> Tensor:
@@ -221,6 +235,8 @@ def fake_gpu() -> Iterator[Gpu]:
         patch.setattr(staging, "_wait_for", wait_for)
         for module in (triton, triton_search):
             patch.setattr(module, "launch", locked_launch)
+        for verb in ("all_reduce_", "all_gather", "all_to_all", "exchange"):
+            patch.setattr(ThreadTransport, verb, _refusing(getattr(ThreadTransport, verb)))
         patch.setattr(torch.cuda, "current_stream", lambda device=None: _Stream(gpu, _CURRENT.name))
         patch.setattr(torch.cuda, "Stream", lambda device=None: _Stream(gpu))
         patch.setattr(torch.cuda, "stream", stream)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the extra `gpu` is not installed")
 
+import oktopk
 from devices import GPU, Gpu, OnGpu, fake_gpu, to_gpu, to_host
 from inputs import gradient
 from interpreter import patched_once
@@ -220,3 +221,39 @@ def test_kernels_for_gpus_can_be_forced_where_they_work(monkeypatch: pytest.Monk
     assert choose(torch.device("cpu")).kernels.name == "cpu", "the host of a GPU has kernels of its own"
     with pytest.raises(UnsupportedError, match="tensors are on meta"):
         choose(torch.device("meta"))
+
+
+def stepped(transport: Any, device: str, wrap: Any) -> list[Tensor]:
+    """The weights of a model after some steps of an optimizer that is synchronised by `wrap`."""
+    model = torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.Tanh(), torch.nn.Linear(40, 3))
+    for part in (model[0], model[2]):
+        for name, parameter in list(part.named_parameters()):
+            start = gradient("normal", parameter.numel(), transport.rank, 9).view_as(parameter) / 10
+            setattr(part, name, torch.nn.Parameter(to_gpu(start) if device == "cuda" else start))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    handle = wrap(model, optimizer, transport)
+    stepping = handle if isinstance(handle, torch.optim.Optimizer) else optimizer
+    for step in range(3):
+        x = gradient("normal", 240, transport.rank, step).view(8, 30)
+        stepping.zero_grad()
+        model(to_gpu(x) if device == "cuda" else x).square().mean().backward()
+        stepping.step()
+    weights = [to_host(parameter.detach()) for parameter in model.parameters()]
+    handle.close()
+    return weights
+
+
+@pytest.mark.parametrize("front_end", ["DistributedOptimizer", "one vector", "local_steps"])
+def test_front_ends_train_on_a_gpu_as_on_the_cpu(gpu: Gpu, front_end: str) -> None:
+    def wrap(model: Any, optimizer: Any, transport: Any) -> Any:
+        options: dict[str, Any] = {"density": 0.05, "group": transport, "min_numel": 0}
+        if front_end == "local_steps":
+            return oktopk.local_steps(model, optimizer, **options)
+        return oktopk.DistributedOptimizer(
+            optimizer, model, fuse="step" if front_end == "one vector" else "bucket", **options
+        )
+
+    ours, theirs = (run_world(2, lambda t, d=device: stepped(t, d, wrap)) for device in ("cuda", "cpu"))
+    assert len(gpu.waits["oktopk-communication"]) >= 2 * 3 * 2, "gradients were not on the device"
+    for rank, expected in zip(ours, theirs, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(rank, expected, strict=True))

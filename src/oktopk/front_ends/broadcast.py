@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from oktopk.kernels.staging import to_host
 from oktopk.transport.base import Transport
 
 CHUNK_BYTES = 2**26
@@ -17,7 +18,7 @@ def broadcast_(tensors: Sequence[Tensor], transport: Transport) -> None:
     if transport.world_size == 1:
         return
     for chunk in _chunks([tensor.detach() for tensor in tensors if tensor.numel()]):
-        message = torch.cat([tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in chunk])
+        (message,) = to_host(torch.cat([tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in chunk]))
         own = message if transport.rank == 0 else message[:0]
         sizes = [message.numel() if rank == 0 else 0 for rank in range(transport.world_size)]
         received = transport.all_gather(own, sizes)[0]

@@ -56,7 +56,7 @@ class World:
     def average_(self, tensors: Sequence[Tensor]) -> None:
         """Replace tensors by their mean over ranks."""
         if tensors and self.world_size > 1:
-            flat = torch.cat([tensor.detach().flatten().double() for tensor in tensors])
+            flat = torch.cat([tensor.detach().flatten().double() for tensor in tensors]).cpu()
             with self._naming_peers():
                 mean = self._transport.all_reduce_(flat).div_(self.world_size)
             for tensor, part in zip(tensors, mean.split([tensor.numel() for tensor in tensors]), strict=True):
