@@ -54,6 +54,7 @@ def _set_launcher_port(port: int) -> None:
     os.environ["LAUNCHER_PORT"] = str(port)
 
 
+@pytest.mark.processes
 def test_a_world_can_be_joined_again_in_the_store_of_a_launcher() -> None:
     launcher = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     world = run_processes(2, _join_twice, before=partial(_set_launcher_port, launcher.port))

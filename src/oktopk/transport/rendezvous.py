@@ -14,7 +14,7 @@ from oktopk.transport.bounded_store import BoundedStore
 log = logging.getLogger("oktopk")
 
 HINT_SECONDS = 10.0  # of waiting, until the log says for whom
-_ANSWER_SECONDS = 5.0  # for a store that is alive
+_ANSWER_SECONDS = 60.0  # for a store that is alive, on a machine that may be very busy while ranks start
 _LEAST_SECONDS = 0.01  # torch takes 0 and less for ever
 _GAVE_UP = "gave up after "  # instead of a word, for those who come later
 
