@@ -24,6 +24,7 @@ COMMANDS: dict[str, str] = {
     "overlap": "oktopk.cli.bench:BenchOverlap",
     "kernels": "oktopk.cli.bench_kernels:BenchKernels",
     "wire": "oktopk.cli.bench_wire:BenchWire",
+    "rivals": "oktopk.cli.bench_rivals:BenchRivals",
     "all": "oktopk.cli.bench:BenchAll",
 }
 

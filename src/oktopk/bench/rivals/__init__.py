@@ -1,0 +1,18 @@
+"""Other ways to train with local steps, as they were published: what ours is compared with at equal bytes.
+
+Benchmark code: plain and slow, every rank of it behind one verb, `synchronize_`, over a metered transport.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from oktopk.bench.rivals.base import Rival
+from oktopk.bench.rivals.diloco import DiLoCo
+from oktopk.bench.rivals.sparseloco import SparseLoCo
+from oktopk.bench.rivals.sparta import Sparta
+
+__all__ = ["RIVALS", "DiLoCo", "Rival", "SparseLoCo", "Sparta"]
+
+# Each is made from the weights that all ranks start with (flat), their shapes, a transport, and published settings.
+RIVALS: dict[str, Callable[..., Rival]] = {"sparseloco": SparseLoCo, "sparta": Sparta, "diloco": DiLoCo}

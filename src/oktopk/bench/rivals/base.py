@@ -1,0 +1,26 @@
+"""What a rival is."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from oktopk.transport.base import Transport
+
+
+class Rival(Protocol):
+    """One rank of a way to keep ranks together that step by themselves. Every rank calls the same in the same order."""
+
+    def synchronize_(self, own: Tensor) -> None:
+        """Bring this rank's weights (flat, float32) together with those of the others, after some local steps."""
+        ...
+
+    def finish_(self, own: Tensor) -> None:
+        """The last step is done: all ranks end with the same weights."""
+        ...
+
+
+def mean_(vector: Tensor, transport: Transport) -> Tensor:
+    """Replace a vector by its mean over ranks."""
+    return transport.all_reduce_(vector).div_(transport.world_size)

@@ -1,0 +1,200 @@
+"""Rivals of local steps do what their papers say: each against the published rule, written down again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Size, Tensor
+
+from oktopk.bench.rivals import RIVALS, DiLoCo, SparseLoCo, Sparta
+from oktopk.bench.rivals.sparseloco import blocks_of, message_bytes, pack, pack_bits, quantize, unpack, unpack_bits
+from oktopk.bench.rivals.training import require_rival, train_rival
+from oktopk.cli import main
+from oktopk.errors import ConfigError
+from oktopk.training.config import TrainConfig
+from oktopk.training.world import World
+from oktopk.transport import run_world
+from oktopk.transport.metered import MeteredTransport
+
+RANKS, ROUNDS = 3, 4
+SHAPES = [Size([8, 6]), Size([5])]
+NUMEL = sum(shape.numel() for shape in SHAPES)
+
+
+def start() -> Tensor:
+    return torch.randn(NUMEL, generator=torch.Generator().manual_seed(7))
+
+
+def local_change(rank: int, turn: int) -> Tensor:
+    """What the local steps of a rank do to its weights."""
+    return torch.randn(NUMEL, generator=torch.Generator().manual_seed(100 * rank + turn))
+
+
+def weights_after(name: str, **settings: Any) -> list[list[Tensor]]:
+    """The own weights of every rank after every synchronisation."""
+
+    def work(transport: Any) -> list[Tensor]:
+        rival, own = RIVALS[name](start(), SHAPES, transport, **settings), start()
+        seen = []
+        for turn in range(ROUNDS):
+            own -= local_change(transport.rank, turn)
+            rival.synchronize_(own)
+            seen.append(own.clone())
+        return seen
+
+    return run_world(RANKS, work)
+
+
+def test_diloco_is_nesterov_on_the_mean_change() -> None:
+    shared = torch.nn.Parameter(start())
+    outer = torch.optim.SGD([shared], lr=0.7, momentum=0.9, nesterov=True)
+    ranks = weights_after("diloco")
+    for turn in range(ROUNDS):
+        shared.grad = torch.stack([local_change(rank, turn) for rank in range(RANKS)]).mean(0)
+        outer.step()
+        for own in ranks:
+            torch.testing.assert_close(own[turn], shared.detach(), rtol=1e-5, atol=1e-6)  # another order of sums
+
+
+def test_sparta_averages_what_all_draw_and_leaves_the_rest() -> None:
+    ranks = weights_after("sparta", share=0.3)
+    own = [start() for _ in range(RANKS)]
+    moved = 0
+    for turn in range(ROUNDS):
+        own = [x - local_change(rank, turn) for rank, x in enumerate(own)]
+        mean = torch.stack(own).mean(0)
+        met = (ranks[0][turn] - ranks[1][turn]) == 0
+        moved += int(met.sum())
+        for rank in range(RANKS):
+            expected = torch.where(met, mean, own[rank])
+            torch.testing.assert_close(ranks[rank][turn], expected, rtol=1e-5, atol=1e-6)
+        own = [ranks[rank][turn] for rank in range(RANKS)]
+    assert 0.15 * NUMEL * ROUNDS < moved < 0.45 * NUMEL * ROUNDS
+
+
+def published_quantization(values: Tensor) -> Tensor:
+    """Every value becomes the mean of its bin: four of 1.5 deviations, at -2, -1, 0 and 1 from the mean."""
+    width = 6 * values.std() / 4
+    bins = torch.round((values - values.mean()) / width + 2).clamp(0, 3)
+    seen = values.clone()
+    for code in bins.unique():
+        seen[bins == code] = values[bins == code].mean()
+    return seen
+
+
+def published_sparseloco(kept: int) -> list[Tensor]:
+    """The shared weights after every synchronisation; blocks of 4 x 3, and the vector of 5 in one piece."""
+    shared, owed, seen = start(), [torch.zeros(NUMEL) for _ in range(RANKS)], []
+    for turn in range(ROUNDS):
+        sent = []
+        for rank in range(RANKS):
+            owed[rank] = 0.95 * owed[rank] + local_change(rank, turn)
+            sent.append(published_message(owed[rank], kept))
+            owed[rank] = owed[rank] - sent[rank]
+        senders = sum((message != 0).float() for message in sent)
+        shared = shared - sum(sent) / torch.as_tensor(senders).clamp(min=1)
+        seen.append(shared)
+    return seen
+
+
+def published_message(owed: Tensor, kept: int) -> Tensor:
+    matrix, vector = owed[:48].view(8, 6), owed[48:]
+    sent = torch.zeros(8, 6)
+    for row in (0, 4):
+        for column in (0, 3):
+            block = matrix[row : row + 4, column : column + 3]
+            cut = block.abs().flatten().sort(descending=True).values[kept - 1]
+            sent[row : row + 4, column : column + 3] = torch.where(block.abs() >= cut, block, 0)
+    sent[sent != 0] = published_quantization(sent[sent != 0])
+    return torch.cat([sent.flatten(), published_quantization(vector)])
+
+
+def test_sparseloco_follows_its_published_rule() -> None:
+    for seen in weights_after("sparseloco", side=5, kept=5):  # 8 = 2 x 4, 6 = 2 x 3
+        for own, shared in zip(seen, published_sparseloco(5), strict=True):
+            torch.testing.assert_close(own, shared, rtol=1e-5, atol=1e-5)
+
+
+def test_sparseloco_spends_14_bits_on_an_entry() -> None:
+    """And nothing on indices of vectors, which are sent whole."""
+    weights = torch.randn(128 * 192 + 64)
+
+    def work(transport: Any) -> int:
+        metered = MeteredTransport(transport)
+        SparseLoCo(weights, [Size([128, 192]), Size([64])], metered).synchronize_(weights + 1 + weights.abs())
+        return metered.bytes_sent
+
+    blocks, codebook = 6, 16
+    bits = blocks * 64 * 14 + 64 * 2
+    assert run_world(2, work) == [2 * codebook + bits // 8] * 2
+
+
+@pytest.mark.parametrize("kept", [3, 12])
+def test_a_message_comes_back_as_it_was_packed(kept: int) -> None:
+    blocks = torch.randn(5, 12, generator=torch.Generator().manual_seed(1))
+    message = pack(blocks, kept)
+    assert len(message) == message_bytes(blocks, kept)
+    places, values = unpack(message, blocks.shape, kept)
+    chosen = blocks.gather(1, places)
+    assert chosen.abs().min() >= blocks.abs().flatten().sort(descending=True).values[-1]
+    codes, codebook = quantize(chosen)
+    torch.testing.assert_close(values, codebook[codes], rtol=0, atol=0)
+    torch.testing.assert_close(values, published_quantization(chosen), rtol=1e-5, atol=1e-6)
+
+
+def test_equal_values_have_no_spread_to_divide_by() -> None:
+    codes, codebook = quantize(torch.full((7,), 0.5))
+    assert codebook[codes].tolist() == [0.5] * 7
+
+
+@pytest.mark.parametrize("bits", [2, 12])
+def test_bits_lie_side_by_side(bits: int) -> None:
+    numbers = np.random.default_rng(0).integers(0, 2**bits, 37)
+    packed = pack_bits(numbers, bits)
+    assert len(packed) == -(-37 * bits // 8)
+    assert (unpack_bits(packed, bits, 37) == numbers).all()
+
+
+@pytest.mark.parametrize("shape", [(128, 64), (33, 7), (65,), (4, 3, 5)])
+def test_blocks_have_every_entry_once(shape: tuple[int, ...]) -> None:
+    blocks = blocks_of(Size(shape), 64)
+    assert sorted(blocks.flatten().tolist()) == list(range(Size(shape).numel()))
+
+
+def test_all_end_with_the_mean_of_their_weights() -> None:
+    def work(transport: Any) -> list[Tensor]:
+        ends = []
+        for rival in (DiLoCo, Sparta, SparseLoCo):
+            own = start() + transport.rank
+            rival(start(), SHAPES, transport).finish_(own)
+            ends.append(own)
+        return ends
+
+    for ends in run_world(RANKS, work):
+        for own in ends:
+            torch.testing.assert_close(own, start() + 1)  # the mean of 0, 1 and 2
+
+
+@pytest.mark.parametrize(("rival", "settings"), [("sparseloco", {}), ("sparta", {"share": 0.1}), ("diloco", {})])
+def test_a_training_with_a_rival_learns_and_counts_what_it_sends(rival: str, settings: dict[str, float]) -> None:
+    config = TrainConfig(
+        workload="gpt", preset="tiny", epochs=1, lr=0.01, workload_options={"epoch_steps": 12, "valid_windows": 32}
+    )
+
+    def work(transport: Any) -> Any:
+        return train_rival(config, rival, settings, 3, World(transport), transport)
+
+    first, second = run_world(2, work)
+    assert first.validation == second.validation and first.steps == 12
+    assert first.validation["loss"] < 4.5  # log(128) = 4.85 is chance
+    assert 0 < first.bytes_sent < first.dense_bytes / 1.5 and first.fewer > 1.5
+
+
+def test_unknown_rivals_are_refused_before_anything_starts(capsys: Any) -> None:
+    with pytest.raises(ConfigError, match="every must be 1"):
+        require_rival("sparta", 0)
+    assert main(["bench", "rivals", "--rival", "spartan"]) == 2
+    assert "Did you mean 'sparta'" in capsys.readouterr().err
