@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -20,9 +23,11 @@ from oktopk import Reducer
 from oktopk.errors import NonFiniteError, UnsupportedError
 from oktopk.kernels import choice, choose, triton_search
 from oktopk.kernels.triton import TritonKernels
+from oktopk.reduction import streams
 from oktopk.transport import run_world
 
 NUMEL, FLOAT = 3000, torch.float32
+LAUNCH = triton_search.launch
 MOST_WAITS = 4  # per bucket, on any number of ranks
 
 
@@ -145,6 +150,61 @@ def test_the_communication_thread_has_a_stream_of_its_own(gpu: Gpu) -> None:
     ]
 
 
+def test_what_a_reducer_hands_out_is_not_overwritten_while_the_caller_works_with_it(gpu: Gpu) -> None:
+    with Reducer(density=0.02) as reducer:
+        reduced(reducer, 0, 0, FLOAT, True, "cuda")
+        gpu.log.clear()
+        assert len(reducer.residuals()) == 3
+    # It waits for what the caller has told the device, and the memory of its results is the caller's too.
+    assert gpu.log == ["default records", "own waits for event of default", *["default holds memory"] * 3]
+
+
+def test_a_gradient_in_pieces_can_be_freed_when_it_is_reduced(gpu: Gpu) -> None:
+    with Reducer(density=0.02) as reducer:
+        pieces = [to_gpu(part.clone()) for part in gradient("normal", NUMEL, 0, 0).split(1000)]
+        reducer.submit([(str(n), 1000) for n in range(3)], pieces).wait()
+        storages = [weakref.ref(piece.untyped_storage()) for piece in pieces]
+        del pieces
+        reducer.residuals()  # the job is over
+        gc.collect()
+        assert [storage() for storage in storages] == [None] * 3
+
+
+def test_kernels_are_launched_on_the_device_of_their_tensors(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    current: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: current.append(device) or nullcontext())
+    launched: dict[Any, Any] = {(3,): lambda *args, **options: current.append("launched")}
+    LAUNCH(launched, 3, None, to_gpu(torch.zeros(2)))
+    LAUNCH(launched, 3, torch.zeros(2))
+    assert current == [GPU, "launched", "launched"]
+
+
+def test_futures_know_the_device_of_their_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch refuses a result on a device that a future was not told of."""
+    monkeypatch.setattr(torch.futures, "Future", lambda devices: devices)
+    assert streams.future_on(torch.device("cpu")) is None
+    for name in ("cuda:1", "mps:0", "xpu:0"):
+        assert streams.future_on(torch.device(name)) == [torch.device(name)]
+
+
+def test_pieces_on_several_devices_are_refused(gpu: Gpu) -> None:
+    with Reducer(density=0.02, min_numel=0) as reducer:
+        pieces = [to_gpu(torch.ones(10)), torch.ones(10)]
+        with pytest.raises(UnsupportedError, match="one vector must be on one device, got pieces on"):
+            reducer.submit([("a", 10), ("b", 10)], pieces).wait()
+
+
+def test_a_gradient_scale_that_stays_the_same_costs_nothing(gpu: Gpu) -> None:
+    with Reducer(density=0.02) as reducer:
+        reduced(reducer, 0, 0, FLOAT, True, "cuda")
+        gpu.waits.clear()
+        reducer.set_gradient_scale(1.0)
+        assert not gpu.waits
+        owed = {name: to_host(residual) for name, residual in reducer.residuals().items()}
+        reducer.set_gradient_scale(4.0)
+        assert all(torch.equal(to_host(r), 4 * owed[name]) for name, r in reducer.residuals().items())
+
+
 def test_a_bad_gradient_is_found_and_leaves_residuals_alone(gpu: Gpu) -> None:
     with Reducer(density=0.02) as reducer:
         reducer.reduce("w", to_gpu(gradient("normal", NUMEL, 0, 0)))
@@ -223,18 +283,18 @@ def test_kernels_for_gpus_can_be_forced_where_they_work(monkeypatch: pytest.Monk
         choose(torch.device("meta"))
 
 
-def stepped(transport: Any, device: str, wrap: Any) -> list[Tensor]:
+def stepped(transport: Any, device: str, wrap: Any, dtype: torch.dtype = FLOAT) -> list[Tensor]:
     """The weights of a model after some steps of an optimizer that is synchronised by `wrap`."""
     model = torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.Tanh(), torch.nn.Linear(40, 3))
     for part in (model[0], model[2]):
         for name, parameter in list(part.named_parameters()):
-            start = gradient("normal", parameter.numel(), transport.rank, 9).view_as(parameter) / 10
+            start = gradient("normal", parameter.numel(), transport.rank, 9).view_as(parameter).to(dtype) / 10
             setattr(part, name, torch.nn.Parameter(to_gpu(start) if device == "cuda" else start))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
     handle = wrap(model, optimizer, transport)
     stepping = handle if isinstance(handle, torch.optim.Optimizer) else optimizer
-    for step in range(3):
-        x = gradient("normal", 240, transport.rank, step).view(8, 30)
+    for step in range(STEPS):
+        x = gradient("normal", 240, transport.rank, step).view(8, 30).to(dtype)
         stepping.zero_grad()
         model(to_gpu(x) if device == "cuda" else x).square().mean().backward()
         stepping.step()
@@ -243,17 +303,30 @@ def stepped(transport: Any, device: str, wrap: Any) -> list[Tensor]:
     return weights
 
 
-@pytest.mark.parametrize("front_end", ["DistributedOptimizer", "one vector", "local_steps"])
-def test_front_ends_train_on_a_gpu_as_on_the_cpu(gpu: Gpu, front_end: str) -> None:
-    def wrap(model: Any, optimizer: Any, transport: Any) -> Any:
-        options: dict[str, Any] = {"density": 0.05, "group": transport, "min_numel": 0}
-        if front_end == "local_steps":
-            return oktopk.local_steps(model, optimizer, **options)
-        return oktopk.DistributedOptimizer(
-            optimizer, model, fuse="step" if front_end == "one vector" else "bucket", **options
-        )
+STEPS = 3
+FRONT_ENDS = {
+    "DistributedOptimizer": (4, {}),  # waits for each step and rank
+    "one vector": (4, {"fuse": "step"}),
+    "clipped": (5, {"fuse": "step", "norm_clip": 0.1}),  # a norm is a number that the host must know
+    "local_steps": (4, {}),
+    "local_steps, the largest": (4, {"algorithm": "oktopk", "wire": "int8", "on_nonfinite": "skip"}),
+    "local_steps, 16 bits": (5, {"algorithm": "oktopk", "wire": "int8"}),
+}
 
-    ours, theirs = (run_world(2, lambda t, d=device: stepped(t, d, wrap)) for device in ("cuda", "cpu"))
-    assert len(gpu.waits["oktopk-communication"]) >= 2 * 3 * 2, "gradients were not on the device"
+
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+def test_front_ends_train_on_a_gpu_as_on_the_cpu(gpu: Gpu, front_end: str) -> None:
+    most, given = FRONT_ENDS[front_end]
+
+    def wrap(model: Any, optimizer: Any, transport: Any) -> Any:
+        options: dict[str, Any] = {"density": 0.05, "group": transport, "min_numel": 0, **given}
+        if front_end.startswith("local_steps"):
+            return oktopk.local_steps(model, optimizer, **options)
+        return oktopk.DistributedOptimizer(optimizer, model, **options)
+
+    dtype = torch.bfloat16 if "16 bits" in front_end else FLOAT
+    ours, theirs = (run_world(2, lambda t, d=device: stepped(t, d, wrap, dtype)) for device in ("cuda", "cpu"))
     for rank, expected in zip(ours, theirs, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(rank, expected, strict=True))
+    waits = [why for thread in gpu.waits.values() for why in thread]
+    assert 2 * 2 * STEPS <= len(waits) <= 2 * (most * STEPS + 1), waits  # and once for the first weights

@@ -31,7 +31,7 @@ def register(model: nn.Module, **options: Any) -> object:
     return oktopk.register(model, **options)
 
 
-def wrap(model: nn.Module, **options: Any) -> object:
+def wrap(model: nn.Module, **options: Any) -> Any:
     return oktopk.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, **options)
 
 
@@ -90,6 +90,16 @@ def test_the_limit_is_in_the_unit_of_gradients_before_a_scaler() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     grads = [torch.full((100,), 1024 * 3.0)]
     assert NormClip(2.0, 1, scaler).factor(grads) == pytest.approx(NormClip(2.0, 1).factor([torch.full((100,), 3.0)]))
+
+
+def test_the_limit_of_the_mean_is_in_that_unit_too() -> None:
+    model, scaler = nn.Linear(10, 10), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with wrap(model, scaler=scaler, density=1.0, norm_clip_after=0.5) as optimizer:
+        scaler.scale(model(torch.ones(1, 10)).sum()).backward()
+        optimizer.synchronize()
+        scaler.unscale_(optimizer)
+        norm = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm()
+    assert float(norm) == pytest.approx(0.5, rel=1e-4)
 
 
 def test_the_typed_options_are_the_fields_of_the_configurations() -> None:

@@ -189,7 +189,7 @@ def test_every_kernel_compiles_for_three_generations_of_cards_without_spilling()
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     rows = [Row(**row) for row in json.loads(done.stdout)]
     assert {row.kernel for row in rows} == {
-        "scan", "pick", "narrow", "count_kept", "place_kept", "subtract_at", "write_at"
+        "scan", "pick", "narrow", "count_kept", "place_kept", "move_at", "subtract_at", "write_at"
     }  # fmt: skip
     for row in rows:
         assert row.spilled == 0, row

@@ -139,7 +139,8 @@ class Reducer:
         """Say in which unit gradients come from now on, as a GradScaler sets it: residuals follow."""
         if not scale > 0.0:
             raise ConfigError(f"the gradient scale must be above 0, got {scale}.")
-        self._thread.run(lambda: self._pipeline.rescale(scale))
+        if scale != self._pipeline.gradient_scale:  # it rarely does, and then nobody has to wait
+            self._thread.run(lambda: self._pipeline.rescale(scale))
 
     @property
     def step(self) -> int:

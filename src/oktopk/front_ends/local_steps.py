@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from math import inf
 from time import perf_counter
 from typing import Any
 
@@ -37,6 +38,7 @@ from oktopk.front_ends.weights import (
     unwrap_optimizer,
     weights_of,
 )
+from oktopk.kernels.tensors import largest_magnitude
 from oktopk.reducer import Reducer
 from oktopk.reduction.rank_states import RankStates
 from oktopk.reduction.records import Request
@@ -180,7 +182,7 @@ class LocalSteps:
         """A step on gradients that are not finite would spoil weights and optimizer: this rank sits it out."""
         grads = [p.grad for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
         dense = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
-        if all(bool(torch.isfinite(grad).all()) for grad in dense):
+        if largest_magnitude(*dense) < inf:
             return
         log.warning(
             "step %d: the gradient of rank %d is not finite; it sits this step out.", self.step, self.reducer.rank
@@ -206,14 +208,13 @@ class LocalSteps:
         self._complete()
         terms, step = describe(self._optimizer), max(0, self.step - 1)
         pipeline = self.reducer._pipeline
-        for vector in self._vectors:
-            own = vector.own()
-            request = Request(step=step, terms=terms, dense=dense or vector.dense)
-            if self._updates.deferred:
+        given = [(v.own(), Request(step=step, terms=terms, dense=dense or v.dense)) for v in self._vectors]
+        if self._updates.deferred:
+            for own, request in given:  # before any is submitted: kernels serve one thread at a time
                 only_some = pipeline.asks != "everything" and not request.dense
                 k = pipeline.k_at(step, own.numel) if only_some else 0
                 self._updates.choose(own, k, pipeline.algorithm_of(own.layout).ask_ahead)
-            self._under_way.append(self.reducer._submit(own, request))
+        self._under_way += [self.reducer._submit(own, request) for own, request in given]
         if not self._updates.deferred:
             self._complete()
 

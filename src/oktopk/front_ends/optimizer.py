@@ -111,7 +111,7 @@ class DistributedOptimizer(Optimizer):
         self._is_synchronised = True
         if self._norm_clip_after is not None:
             used = [p for bucket in self._buckets for _, p in bucket.parameters if p.grad is not None]
-            nn.utils.clip_grad_norm_(used, self._norm_clip_after)
+            nn.utils.clip_grad_norm_(used, self._norm_clip_after * scale_of(self._scaler))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

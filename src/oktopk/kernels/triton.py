@@ -84,17 +84,26 @@ class TritonKernels(StagedKernels):
         """Also brings the entries along, if they are not far more than were announced: those are asked for next."""
         if self._is_elsewhere(x) or not _is_served(x):
             return super().count_above(x, threshold)
-        known, largest = self._reached, self._largest
-        if known is not None and known.asked == threshold and known.serves(x):
-            return known.chosen.nnz
-        if largest is not None and largest.serves(x) and threshold > largest.threshold:
-            places = self._host.select_above(largest.chosen.values, threshold).indices
-            found = Found(0.0, places.numel(), largest.chosen.at(places.long()))
-        else:
+        found = self._above_on_host(x, threshold)
+        if found is None:
             room = search.room_for(self._k, x.numel())
             found = self._search.above(Entries.of(x), _key(threshold, x.dtype), room)
         self._reached = None if found.chosen is None else _Ready(x, version(x), found.chosen, threshold)
         return found.count
+
+    def _above_on_host(self, x: Tensor, threshold: float) -> Found | None:
+        """The same among entries that are here already, if all that reach the threshold are."""
+        known, largest = self._reached, self._largest
+        if known is not None and threshold >= known.asked and known.serves(x):
+            if threshold == known.asked:
+                return Found(0.0, known.chosen.nnz, known.chosen)
+            chosen = known.chosen
+        elif largest is not None and threshold > largest.threshold and largest.serves(x):
+            chosen = largest.chosen
+        else:
+            return None
+        places = self._host.select_above(chosen.values, threshold).indices
+        return Found(0.0, places.numel(), chosen.at(places.long()))
 
     def pick(self, x: Source, indices: Tensor) -> SparseVector:
         if self._is_elsewhere(x) or not _is_served(*_vectors(x)):

@@ -12,7 +12,8 @@ few were gathered or too many, steps 3 and 4 are done again with the whole vecto
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -137,7 +138,8 @@ class Search:
             if len(self._tables) >= TABLES:
                 self._tables.clear()
             self._tables[key] = Table.of(pieces, self._device)
-        return self._tables[key]
+        # Only addresses are remembered: a gradient that nobody else holds must be free to go.
+        return replace(self._tables[key], first=pieces[0])
 
     def _gather(self, entries: Entries, k: int) -> Candidates:
         sample = _sample_size(entries.numel, k)
@@ -237,9 +239,9 @@ class Board:
 
 @dataclass(frozen=True)
 class Table:
-    """Where the blocks of a vector lie that is in several pieces; they must outlive this. A piece ends a block."""
+    """Where the blocks of a vector lie that is in several pieces. A piece ends a block."""
 
-    first: Tensor | None  # piece
+    first: Tensor | None  # piece; None in a table that is kept
     blocks: int = 0
     starts: Tensor | None = None  # int64 [blocks + 1], in the vector
     addresses: Tensor | None = None  # int64 [blocks]
@@ -253,7 +255,7 @@ class Table:
         starts = np.append((np.cumsum(sizes) - sizes)[owner] + inside, sizes.sum())
         bases = np.array([piece.data_ptr() for piece in pieces], np.int64)
         addresses = bases[owner] + inside * pieces[0].itemsize
-        return cls(pieces[0], len(owner), *to_device(device, torch.from_numpy(starts), torch.from_numpy(addresses)))
+        return cls(None, len(owner), *to_device(device, torch.from_numpy(starts), torch.from_numpy(addresses)))
 
     @property
     def is_scattered(self) -> bool:
@@ -267,7 +269,14 @@ class Table:
 
 def launch(kernel: Any, programs: int, *args: Any, warps: int = WARPS, **constants: Any) -> None:
     if programs:
-        kernel[(programs,)](*args, num_warps=warps, **constants)
+        with _device_of(args):
+            kernel[(programs,)](*args, num_warps=warps, **constants)
+
+
+def _device_of(args: Sequence[Any]) -> AbstractContextManager[Any]:
+    """Makes the device of the tensors the current one: Triton launches there, wherever they are."""
+    device = next(arg.device for arg in args if isinstance(arg, Tensor))
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def room_for(k: int, numel: int) -> int:

@@ -80,6 +80,9 @@ def refusal(gradient: Gradient) -> OkTopkError | None:
         )
     if len(dtypes) > 1:
         return UnsupportedError(f"one vector cannot have several dtypes, got {sorted(map(str, dtypes))}.")
+    devices = {piece.device for piece in gradient.pieces}
+    if len(devices) > 1:
+        return UnsupportedError(f"one vector must be on one device, got pieces on {sorted(map(str, devices))}.")
     total = sum(numel for _, numel in layout)
     if total != gradient.numel:
         return UnsupportedError(f"the layout names {total} entries, but the tensor has {gradient.numel}.")

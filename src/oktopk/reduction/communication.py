@@ -85,14 +85,14 @@ class CommunicationThread:
         """Do it now, after all that was submitted before. From the thread itself: at once."""
         if threading.current_thread() is self._thread:
             return work()
-        job = self._put(_Job(lambda: self._finish(work), torch.futures.Future(), self._streams.turn_of_all))
+        job = self._put(_Job(lambda: self._finish(work), torch.futures.Future(), self._streams.turn_of_all()))
         while not job.done.wait(LOOK_SECONDS):
             # What the thread does is bounded by the timeout of the group; only its own death is not.
             if not self._thread.is_alive() and not job.done.is_set():
                 raise CommunicationError("the communication thread has died, and this reducer with it.")
         if job.error is not None:
             raise job.error
-        return cast(T, job.result)
+        return self._streams.hand_over(cast(T, job.result))
 
     def _finish(self, work: Callable[[], T]) -> T:
         result = work()

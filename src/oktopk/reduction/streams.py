@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+T = TypeVar("T")
 Turn = Callable[[], AbstractContextManager[None]]
 
 
@@ -22,34 +24,45 @@ class Streams:
 
         To be asked for by the thread that told it to write `tensors`. Nobody waits on the host: the stream does.
         """
-        device = tensors[0].device
-        if device.type != "cuda":
+        # Several only if somebody makes a mistake, which all ranks shall hear of in the usual way.
+        devices = dict.fromkeys(tensor.device for tensor in tensors if tensor.device.type == "cuda")
+        if not devices:
             return nullcontext
-        written = torch.cuda.current_stream(device).record_event()
+        return self._turn({device: _event(device) for device in devices}, tensors)
 
-        @contextmanager
-        def turn() -> Iterator[None]:
-            stream = self._of(device)
-            stream.wait_event(written)
-            for tensor in tensors:
-                tensor.record_stream(stream)  # whoever frees it, it is not handed out again before we are done
-            with torch.cuda.stream(stream):
-                yield
+    def turn_of_all(self) -> Turn:
+        """The same for work on anything, wherever it is: on the GPUs met so far, and on the caller's."""
+        devices = dict.fromkeys(self._own)
+        if torch.cuda.is_initialized():
+            devices[torch.device("cuda", torch.cuda.current_device())] = None
+        return self._turn({device: _event(device) for device in devices})
 
-        return turn
-
-    @contextmanager
-    def turn_of_all(self) -> Iterator[None]:
-        """A context for the communication thread and for work on what is kept, wherever that is."""
-        with ExitStack() as stack:
-            for stream in self._own.values():
-                stack.enter_context(torch.cuda.stream(stream))
-            yield
+    def hand_over(self, result: T) -> T:
+        """Let the caller's streams have the tensors of a result: their memory is handed out again after these."""
+        for tensor in _tensors_in(result):
+            if tensor.device.type == "cuda":
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        return result
 
     def finish(self) -> None:
         """Wait for all that was begun: then its results are there for every thread."""
         for stream in self._own.values():
             stream.synchronize()
+
+    def _turn(self, told: Mapping[torch.device, torch.cuda.Event], tensors: Sequence[Tensor] = ()) -> Turn:
+        @contextmanager
+        def turn() -> Iterator[None]:
+            with ExitStack() as stack:
+                for device, event in told.items():
+                    stream = self._of(device)
+                    stream.wait_event(event)
+                    for tensor in tensors:
+                        if tensor.device == device:
+                            tensor.record_stream(stream)  # whoever frees it, nobody gets it before we are done
+                    stack.enter_context(torch.cuda.stream(stream))
+                yield
+
+        return turn
 
     def _of(self, device: torch.device) -> torch.cuda.Stream:
         if device not in self._own:
@@ -58,5 +71,22 @@ class Streams:
 
 
 def future_on(device: torch.device) -> torch.futures.Future:
-    """A future for something on `device`: torch wants to know devices that have streams."""
-    return torch.futures.Future(devices=[device] if device.type == "cuda" else None)
+    """A future for something on `device`: torch takes results only on devices that it was told of."""
+    return torch.futures.Future(devices=None if device.type == "cpu" else [device])
+
+
+def _event(device: torch.device) -> torch.cuda.Event:
+    """Of all that the caller's stream was told."""
+    event: torch.cuda.Event = torch.cuda.current_stream(device).record_event()
+    return event
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from _tensors_in(part)
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _tensors_in(part)

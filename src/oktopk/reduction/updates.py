@@ -9,7 +9,7 @@ remembered. Weights of 16 bits cannot hold what is owed to the last bit: it is k
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import inf, isfinite, sqrt
@@ -254,16 +254,12 @@ class Updates:
             weights.owed.zero_()
         else:
             _subtract(weights.owed, arrived.sent)
-        touched = _touched(arrived, own.numel, weights.shared.device)
-        target = weights.shared[touched] - weights.owed[touched]
-        start = 0
-        for before, piece in zip(weights.before, own.pieces, strict=True):
+        sizes = [piece.numel() for piece in own.pieces]
+        parts = zip(weights.before, own.pieces, weights.shared.split(sizes), weights.owed.split(sizes), strict=True)
+        for (before, piece, shared, owed), places in zip(parts, _touched(arrived, own), strict=True):
             before.copy_(piece)
-            inside = (touched >= start) & (touched < start + piece.numel())
-            places = touched[inside] - start
-            piece[places] = target[inside].to(piece.dtype)
+            piece[places] = (shared[places] - owed[places]).to(piece.dtype)
             before[places] = piece[places]
-            start += piece.numel()
         weights.energy = sum_of_squares(weights.owed)
 
 
@@ -275,9 +271,13 @@ def _subtract(vector: Tensor, amount: Vector) -> None:
         vector.sub_(amount)
 
 
-def _touched(arrived: Reduced, numel: int, device: torch.device) -> Tensor:
-    """Which entries a reduction moves, ascending."""
+def _touched(arrived: Reduced, own: Gradient) -> Sequence[Tensor | slice]:
+    """Which entries of each piece a reduction moves. Told apart on the host, so that nobody waits for a device."""
     if not isinstance(arrived.mean, SparseVector) or not isinstance(arrived.sent, SparseVector):
-        return torch.arange(numel, device=device)
-    (touched,) = to_device(device, torch.cat([arrived.mean.indices, arrived.sent.indices]).long().unique())
-    return touched
+        return [slice(None)] * len(own.pieces)
+    touched = torch.cat([arrived.mean.indices, arrived.sent.indices]).long().unique()
+    sizes = torch.tensor([piece.numel() for piece in own.pieces])
+    ends = sizes.cumsum(0)
+    counts = torch.searchsorted(touched, ends).diff(prepend=torch.zeros(1, dtype=torch.int64))
+    (places,) = to_device(own.pieces[0].device, touched - (ends - sizes).repeat_interleave(counts))
+    return list(places.split(counts.tolist()))
