@@ -125,7 +125,7 @@ def test_sparseloco_spends_14_bits_on_an_entry() -> None:
     def work(transport: Any) -> int:
         metered = MeteredTransport(transport)
         SparseLoCo(weights, [Size([128, 192]), Size([64])], metered).synchronize_(weights + 1 + weights.abs())
-        return metered.bytes_sent
+        return metered.tally.bytes_sent
 
     blocks, codebook = 6, 16
     bits = blocks * 64 * 14 + 64 * 2

@@ -52,7 +52,7 @@ def _exercise_gloo() -> list[int]:
     metered = MeteredTransport(TorchTransport())
     exercise(metered)
     metered.close()
-    return [metered.bytes_sent, metered.bytes_received]
+    return [metered.tally.bytes_sent, metered.tally.bytes_received]
 
 
 @pytest.mark.processes
@@ -89,12 +89,12 @@ def test_the_meter_counts_what_each_verb_moves() -> None:
 
     for metered in run_world(3, work):
         others = [10 + rank for rank in range(3) if rank != metered.rank]
-        assert metered.bytes_received == 1600 + sum(others) + 16 + 2 * (5 + 8) + 2 * 16
-        assert metered.bytes_sent == 1600 + 2 * (10 + metered.rank + 8) + 2 * (5 + 8) + 2 * 16
-        assert metered.messages == 8
-        assert metered.message_sizes["all_gather"] == {18 + metered.rank: 2}
-        metered.restart()
-        assert metered.messages == metered.bytes_sent == 0
+        assert metered.tally.bytes_received == 1600 + sum(others) + 16 + 2 * (5 + 8) + 2 * 16
+        assert metered.tally.bytes_sent == 1600 + 2 * (10 + metered.rank + 8) + 2 * (5 + 8) + 2 * 16
+        assert metered.tally.messages == 8
+        assert metered.tally.message_sizes["all_gather"] == {18 + metered.rank: 2}
+        metered.tally.restart()
+        assert metered.tally.messages == metered.tally.bytes_sent == 0
 
 
 def test_all_reduce_volume_is_that_of_a_ring() -> None:

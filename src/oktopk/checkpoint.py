@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from hashlib import sha256
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from oktopk.errors import CheckpointError, ConfigError
 from oktopk.reducer import Reducer
+from oktopk.reduction.parts import Part
 from oktopk.reduction.rank_states import RankStates
 from oktopk.transport.sharing import attempt, raise_any, share, share_error
 
@@ -50,6 +51,7 @@ class Manifest:
     world_size: int
     step: int
     files: tuple[RankFile, ...]
+    hosts: Sequence[Sequence[int]] = ()  # ranks of each host, which each have a part of what it owes; (): one on each
     about: Mapping[str, Any] = field(default_factory=dict)  # what whoever saved it wants to know before loading it
 
     def to_json(self) -> str:
@@ -87,7 +89,9 @@ def save(target: Saveable, directory: str | os.PathLike[str], about: Mapping[str
     folder, reducer = Path(directory), target.reducer
     mine = _together(reducer, lambda: _write_rank(folder, reducer, pack(target.rank_state())))
     files = tuple(RankFile(**entry) for entry in reducer.communicate(lambda transport: share(asdict(mine), transport)))
-    manifest = Manifest(VERSION, reducer.algorithm, reducer.world_size, reducer.step, files, about or {})
+    manifest = Manifest(
+        VERSION, reducer.algorithm, reducer.world_size, reducer.step, files, _hosts(reducer), about or {}
+    )
     _together(reducer, lambda: _commit(folder, manifest) if reducer.rank == 0 else None)
     return folder / MANIFEST
 
@@ -97,9 +101,9 @@ def load(
 ) -> Manifest:
     """Continue from a checkpoint. Every rank must call this, on a target made with the same settings.
 
-    At another world size, "redistribute" adds the residuals of the old ranks up on the new ones, times new / old world
-    size: a mean over P ranks divides what they owe by P, and what reaches the weights must stay the same. "reset" drops
-    them. Thresholds and regions are found anew.
+    At another world size, or with other `hosts`, "redistribute" adds the residuals of the old ranks up on the new ones,
+    times new / old world size: a mean over P ranks divides what they owe by P, and what reaches the weights must stay
+    the same. "reset" drops them. Thresholds and regions are found anew.
     """
     if on_world_change not in ("redistribute", "reset"):
         raise ConfigError(f"on_world_change must be 'redistribute' or 'reset', got {on_world_change!r}.")
@@ -262,18 +266,31 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
 
 def _read(target: Saveable, folder: Path, on_world_change: OnWorldChange) -> tuple[Manifest, Mapping[str, Any]]:
     manifest, reducer = read_manifest(folder), target.reducer
-    keep = on_world_change == "redistribute" or manifest.world_size == reducer.world_size
-    inherited = range(reducer.rank, manifest.world_size, reducer.world_size) if keep else ()
+    before = manifest.hosts or [(rank,) for rank in range(manifest.world_size)]
+    is_same = manifest.world_size == reducer.world_size and _listed(manifest.hosts) == _listed(_hosts(reducer))
+    keep = on_world_change == "redistribute" or is_same
+    inherited = before[reducer.hosts.host :: len(reducer.hosts.ranks)] if keep else ()
     read = cache(lambda rank: _read_rank(folder, manifest.files[rank]))  # often one file is all three
     states = RankStates(
         rank=reducer.rank,
         world_size=reducer.world_size,
         world_size_before=manifest.world_size,
+        own=Part(reducer.hosts.local_rank, reducer.hosts.ranks_per_host),
+        is_same_world=is_same,
         first=read(0),
         nearest=read(reducer.rank % manifest.world_size),
-        inherited=[read(rank) for rank in inherited],
+        inherited=[[read(rank) for rank in ranks] for ranks in inherited],
     )
     return manifest, target.from_rank_states(states)
+
+
+def _hosts(reducer: Reducer) -> Sequence[Sequence[int]]:
+    return reducer.hosts.ranks if not reducer.hosts.is_flat else ()
+
+
+def _listed(hosts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """As JSON brings them back."""
+    return [list(ranks) for ranks in hosts]
 
 
 def read_rank(directory: str | os.PathLike[str], rank: int = 0) -> dict[str, Any]:

@@ -34,6 +34,7 @@ class StepRecord:
     seconds: Mapping[str, float]  # select, pack, exchange, sum, gather, unpack
     message_sizes: Mapping[str, Mapping[int, int]] = field(default_factory=dict)  # operation -> bytes -> messages sent
     final_bytes: int = 0  # of those sent: a dense mean that ended local steps in the same step as a synchronisation
+    inside_bytes: int = 0  # sent besides, to ranks of the same host: over its memory, not its network
     skipped: bool = False  # a rank's gradient was not finite and the policy was to skip
 
     @property
@@ -88,7 +89,7 @@ def merge(records: Sequence[StepRecord]) -> StepRecord:
 
 _SUMMED = (
     "numel", "k", "selected_local", "selected_global", "bytes_sent", "bytes_received", "dense_bytes", "messages",
-    "final_bytes",
+    "final_bytes", "inside_bytes",
 )  # fmt: skip
 
 

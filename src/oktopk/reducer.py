@@ -14,10 +14,10 @@ from oktopk.algorithms import ALGORITHMS
 from oktopk.config import Density, ReducerConfig, split_options
 from oktopk.errors import ConfigError, nearest
 from oktopk.metrics import Sink, StepRecord
-from oktopk.reduction.agreement import end_together
 from oktopk.reduction.autotune import AUTO, AutoConfig, Decision
 from oktopk.reduction.communication import CommunicationThread
 from oktopk.reduction.gradient import Gradient
+from oktopk.reduction.hosts import Hosts, HostsOption, join_hosts
 from oktopk.reduction.pipeline import Pipeline, Settings
 from oktopk.reduction.rank_states import RankStates
 from oktopk.reduction.records import Request
@@ -48,12 +48,16 @@ class Reducer:
         warmup_steps: int = 0,
         wire: str = "float32",
         *,
+        hosts: HostsOption = "auto",
         metrics: Sink | None = None,
         timeout: timedelta | float | None = None,
         **options: Any,
     ) -> None:
         """Make a reducer; every rank of `group` (a ProcessGroup, a Transport, or None for all) must do the same.
 
+        `hosts` is how many consecutive ranks share a host. These reduce densely among themselves, and only one part of
+        every parameter each between hosts. "auto" finds out, where there are several hosts with equally many ranks;
+        None lets every rank reduce for itself.
         `options` are fields of the algorithm's configuration and of `ReducerConfig`.
         """
         if algorithm not in (*ALGORITHMS, AUTO):
@@ -65,7 +69,7 @@ class Reducer:
         auto = AutoConfig(**tuning[0]) if tuning else None
         self.config = ReducerConfig(density=density, warmup_steps=warmup_steps, wire=wire, **shared)
         settings = Settings(algorithm, config_class(**own), self.config, auto)
-        self._pipeline = pipeline = Pipeline(settings, open_transport(group, timeout), metrics)
+        self._pipeline = pipeline = Pipeline(settings, join_hosts(hosts, open_transport(group, timeout)), metrics)
         self._thread = CommunicationThread(pipeline.transport, lambda: (pipeline.step, pipeline.clock.last))
         self._shapes: dict[str, torch.Size] = {}
 
@@ -80,6 +84,11 @@ class Reducer:
     @property
     def world_size(self) -> int:
         return self._pipeline.transport.world_size
+
+    @property
+    def hosts(self) -> Hosts:
+        """Which ranks reduce densely among themselves."""
+        return self._pipeline.hosts
 
     @property
     def schedule(self) -> Schedule:
@@ -121,7 +130,7 @@ class Reducer:
         here. Nobody waits, and nothing can be reduced afterwards.
         """
         with suppress(Exception):  # whatever has ended this reducer already, here it is `error` that counts
-            self._thread.run(lambda: end_together(error, self._pipeline.transport))
+            self._thread.run(lambda: self._pipeline.end_together(error))
         raise error
 
     def notify(self, number: int) -> None:
@@ -165,8 +174,8 @@ class Reducer:
     # -- state ---------------------------------------------------------------------------------------------------
 
     def residuals(self) -> dict[str, Tensor]:
-        """A copy of what is still owed, by parameter name."""
-        flat = self._thread.read(self._pipeline.feedback.state_dict)
+        """A copy of what this rank still owes, by parameter name. With `hosts`, each rank owes one part of each."""
+        flat = self._thread.read(self._pipeline.residuals)
         return {name: r.view(self._shapes[name]) if name in self._shapes else r for name, r in flat.items()}
 
     def state_dict(self) -> dict[str, Any]:
@@ -196,6 +205,7 @@ class Reducer:
             **states.first,
             "rank": self.rank,
             "world_size": self.world_size,
+            "ranks_per_host": self.hosts.ranks_per_host,
             "algorithms": {},
             "residuals": states.owed("residuals"),
             "velocities": states.owed("velocities"),

@@ -32,7 +32,8 @@ def sparse_allreduce(
     >>> reduced.mean
     tensor([ 3., -1.,  0.,  0.])
     """
-    with Reducer(algorithm, density, group, **options) as reducer:
+    # What a host owes could not be said of its ranks.
+    with Reducer(algorithm, density, group, hosts=None, **options) as reducer:
         mean = reducer.reduce("tensor", tensor)
         residual = reducer.residuals().get("tensor", torch.zeros_like(mean, dtype=residual_dtype(tensor.dtype)))
         sent = tensor.detach().to(residual.dtype).reshape(-1) - residual.reshape(-1)

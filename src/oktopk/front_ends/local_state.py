@@ -62,7 +62,7 @@ def inherit_weights(states: RankStates) -> dict[str, Any]:
     """The weights of one vector on a rank of a world of another size: own = shared - owed, with nothing under way."""
     shared, first = dict(states.first["shared"]), states.first
     _pay(shared, first["arrived"].get("mean", {}))
-    owed = total((_owed_after(state) for state in states.inherited), states.scale)
+    owed = total((_owed_after(state) for host in states.inherited for state in host), states.scale)
     owed = {name: owed.get(name, torch.zeros_like(part)) for name, part in shared.items()}
     own = {name: (part - owed[name]).to(first["own"][name].dtype) for name, part in shared.items()}
     return {"own": own, "owed": owed, "shared": shared, "arrived": {}}
@@ -89,7 +89,7 @@ def _pay(parts: dict[str, Tensor], amount: Mapping[str, Tensor]) -> None:
 
 def inherit_optimizer(states: RankStates) -> dict[str, Any]:
     """One optimizer state for a rank that inherits several or none: means of tensors, the rest as in the nearest."""
-    given: Sequence[Mapping[str, Any]] = states.inherited or [states.nearest]
+    given: Sequence[Mapping[str, Any]] = [state for host in states.inherited for state in host] or [states.nearest]
     merged = {
         index: {name: _mean([state["state"][index][name] for state in given]) for name in entry}
         for index, entry in given[0]["state"].items()

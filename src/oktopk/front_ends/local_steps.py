@@ -91,7 +91,7 @@ def local_steps(
         options.setdefault("on_nonfinite", "skip")
     if ddp is not None:
         options.setdefault("group", ddp.process_group)
-    reducer = Reducer(algorithm, density, wire=wire, reduce="updates", **options)
+    reducer = Reducer(algorithm, density, wire=wire, reduce="updates", hosts=None, **options)
     try:
         return LocalSteps(module, inner, reducer, every, overlap, scaler, ddp)
     except BaseException:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from oktopk.config import Density, Options
 from oktopk.metrics import Sink
+from oktopk.reduction.hosts import HostsOption
 
 Fuse = Literal["bucket", "step"]
 
@@ -26,6 +27,7 @@ class FrontEndOptions(GroupOptions, total=False):
     """Options of a reducer that a front end makes."""
 
     group: Any  # a ProcessGroup or a Transport; without it that of the model, or all ranks
+    hosts: HostsOption  # how many consecutive ranks share a host; "auto" finds out, None: each reduces for itself
 
 
 class LocalOptions(_ReducerOptions, total=False):

@@ -99,8 +99,9 @@ def trials(config: AutoConfig) -> int:
 class Tuner:
     """Decides for every bucket. All ranks call it in the same order, so all are at the same point of every trial."""
 
-    def __init__(self, config: AutoConfig, transport: Transport) -> None:
-        self._config, self._transport = config, transport
+    def __init__(self, config: AutoConfig, transport: Transport, across: Transport | None = None) -> None:
+        """Vectors travel `across`, a world of one rank of each host: of all ranks, if each is a host by itself."""
+        self._config, self._transport, self._across = config, transport, across or transport
         self._methods = [Method(True, wire) for wire in config.wires]
         self._buckets: dict[Layout, _Trial[Method]] = {}
         self._fusing = _Trial(FUSINGS)
@@ -193,18 +194,19 @@ class Tuner:
 
     def _dense_estimate(self, nbytes: int) -> float:
         """Seconds that the link alone needs for a dense all-reduce, as the slowest rank measures it."""
-        if self._transport.world_size == 1:
+        if self._across.world_size == 1:
             return 0.0
         message = torch.zeros(PROBE_BYTES, dtype=torch.uint8)
         seconds = []
         for _ in range(3):
-            self._transport.agree([0])
+            self._across.agree([0])
             started = perf_counter()
-            for _ in self._transport.all_to_all([message] * self._transport.world_size, self._transport.world_size):
+            for _ in self._across.all_to_all([message] * self._across.world_size, self._across.world_size):
                 pass
             seconds.append(perf_counter() - started)
-        per_byte = min(seconds) / (PROBE_BYTES * (self._transport.world_size - 1))
-        estimate = all_reduce_bytes(nbytes, self._transport.world_size) * per_byte
+        per_byte = min(seconds) / (PROBE_BYTES * (self._across.world_size - 1))
+        ranks_per_host = self._transport.world_size // self._across.world_size
+        estimate = all_reduce_bytes(nbytes // ranks_per_host, self._across.world_size) * per_byte
         return self._slowest({DENSE: estimate})[DENSE]
 
 

@@ -85,14 +85,10 @@ class Feedback:
 
     def retain(self, gradient: Gradient, reduced: Reduced, with_feedback: bool) -> None:
         """Hand the mean back into the gradient; everything that was not sent stays owed."""
-        sent = reduced.sent
-        if isinstance(reduced.mean, SparseVector):
-            mean, lost = _rounded(reduced.mean, gradient.dtype)
-            self._kernels.fill_(gradient.pieces, mean)
+        sent, lost = reduced.sent, gradient.receive_(reduced.mean, self._kernels)
+        if lost is not None and isinstance(sent, SparseVector):
             # Each rank keeps what the rounding of the mean took: summed over ranks, that is all of it.
-            sent = less(sent, lost) if lost is not None and isinstance(sent, SparseVector) else sent
-        else:
-            gradient.copy_(reduced.mean)
+            sent = less(sent, lost)
         if with_feedback:
             self._subtract(gradient.layout, sent)
 
@@ -317,15 +313,6 @@ class ByName:
         in_use = set(self._home.values())
         self._flat = {known: flat for known, flat in self._flat.items() if known in in_use}
         return moved
-
-
-def _rounded(mean: SparseVector, dtype: torch.dtype) -> tuple[SparseVector, SparseVector | None]:
-    """The mean as `dtype` can hold it, and what that leaves over."""
-    if mean.values.dtype == dtype:
-        return mean, None
-    limit = torch.finfo(dtype).max
-    rounded = mean.with_values(mean.values.clamp(-limit, limit).to(dtype).to(mean.values.dtype))
-    return rounded, mean.with_values(mean.values - rounded.values)
 
 
 def residual_dtype(dtype: torch.dtype) -> torch.dtype:

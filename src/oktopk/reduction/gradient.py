@@ -9,6 +9,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from oktopk.kernels.base import Kernels
+from oktopk.types import SparseVector, Vector
+
 Layout = tuple[tuple[str, int], ...]  # (parameter name, numel) in the order they lie in a flat bucket
 
 
@@ -66,9 +69,36 @@ class Gradient:
         for piece in self.pieces:
             piece.fill_(value)
 
+    @property
+    def whole(self) -> Gradient:
+        """What a front end handed over; `PartialGradient` is a part of it."""
+        return self
+
+    def own(self, names: frozenset[str]) -> frozenset[str]:
+        """What parameters of these names are called in this layout."""
+        return names
+
+    def receive_(self, mean: Vector, kernels: Kernels) -> SparseVector | None:
+        """Become the mean over ranks; what rounding took from each entry, if it took anything."""
+        if not isinstance(mean, SparseVector):
+            self.copy_(mean)
+            return None
+        given, lost = rounded(mean, self.dtype)
+        kernels.fill_(self.pieces, given)
+        return lost
+
     def zero_(self, names: Collection[str]) -> None:
         """Take some parameters out."""
         if names:
             for name, part in self.views().items():
                 if name in names:
                     part.zero_()
+
+
+def rounded(mean: SparseVector, dtype: torch.dtype) -> tuple[SparseVector, SparseVector | None]:
+    """The mean as `dtype` can hold it, and what that leaves over."""
+    if mean.values.dtype == dtype:
+        return mean, None
+    limit = torch.finfo(dtype).max
+    given = mean.with_values(mean.values.clamp(-limit, limit).to(dtype).to(mean.values.dtype))
+    return given, mean.with_values(mean.values - given.values)

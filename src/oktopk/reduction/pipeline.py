@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from time import perf_counter
 from typing import Any
@@ -18,17 +18,19 @@ from oktopk.errors import CheckpointError, CommunicationError, OkTopkError
 from oktopk.kernels import Kernels, KernelsByDevice
 from oktopk.metrics import Clock, Sink, timed
 from oktopk.primitives.collectives import Tools
-from oktopk.reduction.agreement import Agreement, Terms, check_terms, refusal
+from oktopk.reduction.agreement import Agreement, Terms, check_terms, end_together, refusal
 from oktopk.reduction.autotune import AUTO, DENSE, AutoConfig, ChosenWire, Method, Tuner
 from oktopk.reduction.communication import Agreed
 from oktopk.reduction.feedback import Feedback
 from oktopk.reduction.gradient import Gradient, Layout
 from oktopk.reduction.grouping import Grouping
+from oktopk.reduction.hosts import Ranks
+from oktopk.reduction.inside import ENDED, Inside, scattered
 from oktopk.reduction.records import Plan, Request, StepRecords
 from oktopk.reduction.updates import Updates
 from oktopk.schedule import Schedule
-from oktopk.transport import MeteredTransport, Transport
-from oktopk.types import Stats, to_dense
+from oktopk.transport import MeteredTransport
+from oktopk.types import Reduced, Source, SparseVector, Stats, to_dense
 from oktopk.wire import Wire
 
 _KERNEL_PHASES = {
@@ -58,18 +60,21 @@ class Settings:
 class Pipeline:
     """Takes vectors through a reduction, one after the other, on one thread; remembers what is still owed."""
 
-    def __init__(self, settings: Settings, transport: Transport, sink: Sink | None) -> None:
-        self.settings = settings
+    def __init__(self, settings: Settings, ranks: Ranks, sink: Sink | None) -> None:
+        self.settings, self.hosts = settings, ranks.hosts
         self.clock = Clock()
-        self.transport = MeteredTransport(transport, self.clock)
-        self.records = StepRecords(self.transport, self.clock, sink)
+        self.transport = MeteredTransport(ranks.world, self.clock)
+        across = MeteredTransport(ranks.across, self.clock, self.transport.tally)
         self.schedule = Schedule(settings.shared.density, settings.shared.warmup_steps)
-        self.tuner = Tuner(settings.auto, self.transport) if settings.auto else None
+        self.tuner = Tuner(settings.auto, self.transport, across) if settings.auto else None
         self._wire = ChosenWire(settings.auto.wires) if settings.auto else Wire(settings.shared.wire)
         kernels = timed(KernelsByDevice(), self.clock, _KERNEL_PHASES)
         exact = timed(Wire("float32"), self.clock, _WIRE_PHASES)
-        self.tools = Tools(self.transport, timed(self._wire, self.clock, _WIRE_PHASES), exact, kernels)
-        self._dense = Dense(DenseConfig(), Tools(self.transport, exact, exact, kernels))
+        self.tools = Tools(across, timed(self._wire, self.clock, _WIRE_PHASES), exact, kernels)
+        self._dense = Dense(DenseConfig(), Tools(across, exact, exact, kernels))
+        inside = MeteredTransport(ranks.inside, self.clock) if ranks.inside is not None else None
+        self._inside = Inside(inside, exact) if inside is not None else None
+        self.records = StepRecords(self.transport, inside, self.clock, sink)
         self.feedback = self._feedback(kernels)
         self.grouping = Grouping()
         self.unused: set[str] = set()  # names that took no part on any rank when they were last reduced
@@ -105,20 +110,27 @@ class Pipeline:
             self.feedback.scale_(scale / self.gradient_scale)
             self.gradient_scale = scale
 
-    def _reduce_group_(self, gradient: Gradient, request: Request) -> None:
+    def end_together(self, error: Exception) -> None:
+        """Take part in the next reduction of the others by saying that this rank ends, and why."""
+        if self._inside is not None:
+            self._inside.is_common(ENDED)
+        end_together(error, self.transport)
+
+    def _reduce_group_(self, whole: Gradient, request: Request) -> None:
         self.records.restart()
+        gradient = whole if self._inside is None else scattered(whole, self._inside)
         plan = self._plan(gradient, request)
         agreed = self._agree(plan)
         self.noticed = max(self.noticed, agreed.notice)
         started = perf_counter()  # after the agreement, which waits for the last rank
-        self.unused = (self.unused - gradient.names) | agreed.unused
+        self.unused = (self.unused - whole.names) | agreed.unused
         skip = self._follow_step(plan.step, agreed.skip)
         stats = Stats(0, 0)
         if skip:
             self.feedback.reject_(gradient)
         else:
-            stats = self._reduce_plan_(plan, agreed.unused)
-        self._steps |= dict.fromkeys(gradient.names, plan.step + 1)
+            stats = self._reduce_plan_(plan, gradient.own(agreed.unused))
+        self._steps |= dict.fromkeys(whole.names, plan.step + 1)
         self.records.take(plan, stats, self.feedback.norm(gradient.layout), skip)
         if not skip:
             self._observe(plan, perf_counter() - started)
@@ -131,31 +143,40 @@ class Pipeline:
         gradient.zero_(unused)
         with self.feedback.withheld(gradient.layout, unused):
             acc = self.feedback.compensate(gradient, plan.wanted, plan.with_feedback)
-            algorithm = self._algorithm_of(plan)
-            reduced = algorithm.reduce(to_dense(acc) if algorithm.asks == "everything" else acc, plan.k)
+            reduced = self._reduce(acc, plan)
             self.feedback.retain(gradient, reduced, plan.with_feedback)
-        return reduced.stats
+        return reduced.stats if self._inside is None else replace(reduced.stats, selected_global=self._inside.gathered)
+
+    def _reduce(self, acc: Source, plan: Plan) -> Reduced:
+        if plan.is_sparse and not plan.gradient.numel:  # a part of something small
+            nothing = SparseVector.empty(0, to_dense(acc))
+            return Reduced(nothing, nothing)
+        algorithm = self._algorithm_of(plan)
+        return algorithm.reduce(to_dense(acc) if algorithm.asks == "everything" else acc, plan.share)
 
     # -- deciding ------------------------------------------------------------------------------------------------
 
     def _plan(self, gradient: Gradient, request: Request) -> Plan:
-        step = request.step
+        step, whole = request.step, gradient.whole
         if step is None:
-            step = max((self._steps.get(name, 0) for name in gradient.names), default=0)
-        k = self.k_at(step, gradient.numel) if not request.dense else 0
-        is_sparse = bool(k) and self._follow_tuner(gradient.layout)
+            step = max((self._steps.get(name, 0) for name in whole.names), default=0)
+        k = self.k_at(step, whole.numel) if not request.dense else 0
+        k = k if k and self._follow_tuner(whole.layout) else 0
+        is_sparse = bool(k)
+        share = min(gradient.numel, self.schedule.k_at(step, gradient.numel)) if is_sparse else gradient.numel
         is_rounding = self._is_rounding_dense(step) and not request.dense
         with_feedback = is_sparse or is_rounding or self.feedback.owes(gradient.layout)
         return Plan(
             gradient,
             step,
-            k if is_sparse else gradient.numel,
+            k or whole.numel,
+            share,
             is_sparse,
             is_rounding,
             with_feedback,
-            request.unused & gradient.names,
+            request.unused & whole.names,
             request.terms,
-            wanted=0 if not is_sparse else 1 if self.asks == "some" else k,
+            wanted=0 if not is_sparse else min(share, 1) if self.asks == "some" else share,
         )
 
     def k_at(self, step: int, numel: int) -> int:
@@ -185,19 +206,18 @@ class Pipeline:
         return method.is_sparse
 
     def _observe(self, plan: Plan, seconds: float) -> None:
-        if self.tuner is not None and plan.gradient.numel >= self.settings.shared.min_numel:
+        whole = plan.gradient.whole
+        if self.tuner is not None and whole.numel >= self.settings.shared.min_numel:
             method = Method(True, self.tools.wire.values) if plan.is_sparse else DENSE
-            self.tuner.observe(plan.gradient.layout, method, seconds)
+            self.tuner.observe(whole.layout, method, seconds)
 
     def _agree(self, plan: Plan) -> Agreement:
         """Compare notes; raises on every rank when ranks differ, or when one of them has a bad gradient."""
-        gradient = plan.gradient
-        fault = refusal(gradient)
-        finite = fault is None and self.feedback.is_finite(gradient, plan.wanted)
+        whole = plan.gradient.whole
+        fault = refusal(whole)
+        finite = fault is None and self.feedback.is_finite(plan.gradient, plan.wanted)
         text = self.settings.text + plan.terms
-        mine = Terms(
-            gradient.layout, gradient.dtype, plan.step, plan.k, text, finite, fault, plan.unused, self.notice
-        )  # fmt: skip
+        mine = Terms(whole.layout, whole.dtype, plan.step, plan.k, text, finite, fault, plan.unused, self.notice)
         try:
             return check_terms(mine, self.transport, self.settings.shared.on_nonfinite)
         except (CommunicationError, Agreed):
@@ -219,7 +239,7 @@ class Pipeline:
         """One per layout, since what it remembers belongs to that; dense ones that do not round remember nothing."""
         if not plan.is_sparse and not plan.is_rounding:
             return self._dense
-        return self.algorithm_of(plan.gradient.layout)
+        return self.algorithm_of(plan.gradient.whole.layout)
 
     def algorithm_of(self, layout: Layout) -> Algorithm:
         """The one that remembers what it did with this layout before."""
@@ -233,6 +253,14 @@ class Pipeline:
 
     # -- state ---------------------------------------------------------------------------------------------------
 
+    def residuals(self) -> dict[str, Tensor]:
+        """A flat copy of what this rank owes, by parameter: zeros where another rank of its host owes it."""
+        owed = self.feedback.state_dict()
+        if self._inside is None:
+            return owed
+        part, sizes = self._inside.part, dict(pair for group in self.grouping.current for pair in group)
+        return {part.parameter(name): part.spread(r, sizes[part.parameter(name)]) for name, r in owed.items()}
+
     def state_dict(self) -> dict[str, Any]:
         in_use = {_key(layout): algorithm.state_dict() for layout, algorithm in self._algorithms.items()}
         algorithms: dict[str, Any] = {**self._loaded_algorithms, **in_use}
@@ -242,6 +270,7 @@ class Pipeline:
             "algorithm": self.settings.algorithm,
             "rank": self.transport.rank,
             "world_size": self.transport.world_size,
+            "ranks_per_host": self.hosts.ranks_per_host,
             "steps": dict(self._steps),
             "gradient_scale": self.gradient_scale,
             "groups": [[list(pair) for pair in group] for group in groups],
@@ -256,11 +285,12 @@ class Pipeline:
             "algorithm": self.settings.algorithm,
             "world_size": self.transport.world_size,
             "rank": self.transport.rank,
+            "ranks_per_host": self.hosts.ranks_per_host,
         }
         for what, expected in mine.items():
-            if state[what] != expected:
+            if state.get(what, 1) != expected:  # what was saved before there were hosts had one rank on each
                 raise CheckpointError(
-                    f"this state is of {what} {state[what]!r}, but this reducer has {expected!r}: "
+                    f"this state is of {what} {state.get(what, 1)!r}, but this reducer has {expected!r}: "
                     "load the state that the same rank saved with the same settings."
                 )
         self._steps = {str(name): int(step) for name, step in state["steps"].items()}

@@ -1,28 +1,31 @@
-"""What ranks saved, for ranks that may be more or fewer when it is loaded."""
+"""What ranks saved, for ranks that may be more or fewer when it is loaded, and on other hosts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
+from oktopk.reduction.parts import Part, join
+
 
 @dataclass(frozen=True)
 class RankStates:
-    """The saved states that a rank makes its own from. Old rank r is inherited by new rank r modulo the world size."""
+    """The saved states that a rank makes its own from. Old host h is inherited by new host h modulo their number.
+
+    Where every rank is a host by itself, that is: old rank r by new rank r modulo the world size.
+    """
 
     rank: int
     world_size: int
     world_size_before: int
+    own: Part  # which part of each parameter this rank has to do with
+    is_same_world: bool  # as many ranks on the same hosts
     first: Mapping[str, Any]  # of old rank 0, which also has what all ranks share
     nearest: Mapping[str, Any]  # of one old rank: that with this rank's number, if there was one
-    inherited: Sequence[Mapping[str, Any]]  # none for a rank more than there were
-
-    @property
-    def is_same_world(self) -> bool:
-        return self.world_size == self.world_size_before
+    inherited: Sequence[Sequence[Mapping[str, Any]]]  # of the ranks of each old host; none if there were fewer hosts
 
     @property
     def scale(self) -> float:
@@ -31,13 +34,13 @@ class RankStates:
 
     def part(self, name: Any) -> RankStates:
         """The same of a part of each state."""
-        inherited = [state[name] for state in self.inherited]
-        sizes = self.rank, self.world_size, self.world_size_before
-        return RankStates(*sizes, self.first[name], self.nearest[name], inherited)
+        inherited = [[state[name] for state in host] for host in self.inherited]
+        return replace(self, first=self.first[name], nearest=self.nearest[name], inherited=inherited)
 
     def owed(self, name: str) -> dict[str, Tensor]:
-        """What the inherited ranks owed, as this rank owes it now."""
-        return total((state[name] for state in self.inherited), self.scale)
+        """What the inherited hosts owed, as this rank owes it now."""
+        whole = total((join([state[name] for state in host]) for host in self.inherited), self.scale)
+        return {self.own.name(parameter): self.own.of(vector) for parameter, vector in whole.items()}
 
 
 def total(parts: Iterable[Mapping[str, Tensor]], scale: float) -> dict[str, Tensor]:

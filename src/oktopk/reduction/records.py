@@ -10,6 +10,7 @@ from oktopk.metrics import Clock, Sink, StepRecord, merge
 from oktopk.reduction.gradient import Gradient
 from oktopk.transport import MeteredTransport
 from oktopk.transport.base import all_reduce_bytes
+from oktopk.transport.metered import Tally
 from oktopk.types import Stats
 
 log = logging.getLogger("oktopk")
@@ -31,7 +32,8 @@ class Plan:
 
     gradient: Gradient
     step: int
-    k: int
+    k: int  # of the whole gradient
+    share: int  # of that, what is selected on this rank: all of it, unless ranks of a host share the work
     is_sparse: bool
     is_rounding: bool  # dense, over a wire that rounds
     with_feedback: bool  # what is owed is added, and what does not arrive stays owed
@@ -43,12 +45,17 @@ class Plan:
 class StepRecords:
     """Counts and times what happens between `restart` and `take`, and keeps the records of the latest step."""
 
-    def __init__(self, transport: MeteredTransport, clock: Clock, sink: Sink | None) -> None:
+    def __init__(
+        self, transport: MeteredTransport, inside: MeteredTransport | None, clock: Clock, sink: Sink | None
+    ) -> None:
+        """`inside`: between the ranks of a host, if these reduce together first."""
         self._transport, self._clock, self._sink = transport, clock, sink
+        self._inside, self._ranks_per_host = (inside.tally, inside.world_size) if inside is not None else (Tally(), 1)
         self._latest: list[StepRecord] = []
 
     def restart(self) -> None:
-        self._transport.restart()
+        self._transport.tally.restart()
+        self._inside.restart()
         self._clock.restart()
 
     def take(self, plan: Plan, stats: Stats, residual_norm: float, skipped: bool) -> None:
@@ -80,7 +87,7 @@ class StepRecords:
             self._sink = None
 
     def _record(self, plan: Plan, stats: Stats, residual_norm: float, skipped: bool) -> StepRecord:
-        meter, gradient = self._transport, plan.gradient
+        meter, gradient = self._transport.tally, plan.gradient.whole
         return StepRecord(
             step=plan.step,
             phase="sparse" if plan.is_sparse else "dense",
@@ -91,7 +98,7 @@ class StepRecords:
             selected_global=stats.selected_global,
             bytes_sent=meter.bytes_sent,
             bytes_received=meter.bytes_received,
-            dense_bytes=all_reduce_bytes(gradient.nbytes, meter.world_size),
+            dense_bytes=all_reduce_bytes(gradient.nbytes, self._transport.world_size) // self._ranks_per_host,
             messages=meter.messages,
             threshold_local=stats.threshold_local,
             threshold_global=stats.threshold_global,
@@ -99,5 +106,6 @@ class StepRecords:
             residual_norm=residual_norm,
             seconds=dict(self._clock.seconds),
             message_sizes=meter.message_sizes,
+            inside_bytes=self._inside.bytes_sent,
             skipped=skipped,
         )

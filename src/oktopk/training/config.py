@@ -38,6 +38,7 @@ class TrainConfig:
     reduce: Literal["gradients", "updates"] = "gradients"  # updates: each worker steps by itself, changes are summed
     every: int | Literal["auto"] = 1  # steps between synchronisations of updates; auto: a tenth of the time
     wire: str | None = None  # float32, float16, bfloat16, int8, int4, codebook2; None: float32, for updates narrower
+    hosts: int | Literal["auto"] = "auto"  # workers of a host, which sum densely first; auto: find out; 1: none do
     min_numel: int = 1024  # parameters smaller than this go dense
     bucket_mb: float | None = None  # gradient reduced at once; larger = fewer messages, less overlap; None: 25, or 256
     # with norm_clip, which must know the whole gradient before any of it is sent

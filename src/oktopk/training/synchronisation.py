@@ -95,6 +95,7 @@ class ReduceGradients(_Stepping):
             norm_clip_after=config.norm_clip_after or None,
             bucket_mb=config.bucket_mb_for(recipe),
             wire=config.wire_format,
+            hosts=config.hosts,
             metrics=sink,
             min_numel=config.min_numel,
             on_nonfinite=config.on_nonfinite,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -75,6 +75,15 @@ class Transport(Protocol):
 
     def find_fault(self) -> Fault | None:
         """After a verb failed here: which rank is to blame, if one is."""
+        ...
+
+
+@runtime_checkable
+class Divisible(Protocol):
+    """A transport that can be divided into worlds of some of its ranks."""
+
+    def among(self, ranks: Sequence[int]) -> Transport:
+        """A world of these ranks, this one included. All of them must ask for it, and it ends with this transport."""
         ...
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from datetime import timedelta
 from typing import Any
 
@@ -40,6 +41,15 @@ class Link:
 
     def connect(self, store: Store) -> None:
         """Enter the group, through a part of the store that nobody else uses. Every rank must do it."""
+
+    def among(self, ranks: Sequence[int], store: Store) -> Link:
+        """A link of these ranks alone, this one included, who meet in `store`."""
+        part = copy(self)
+        part.ranks, part.rank = [self.ranks[rank] for rank in ranks], list(ranks).index(self.rank)
+        part.store = part._joined = None
+        if len(ranks) > 1:
+            part.connect(PrefixStore(f"among {list(ranks)}", store))
+        return part
 
     def leave(self) -> None:
         """Without the others: those who wait for this rank get an error."""
@@ -195,6 +205,11 @@ class GivenLink(Link):
                 "create another on every rank; oktopk.save and oktopk.load carry the residuals over."
             )
         return super().all_to_all(outgoing)
+
+    def among(self, ranks: Sequence[int], store: Store) -> Link:
+        raise UnsupportedError(
+            "a group that torch did not make cannot be divided into hosts: pass hosts=None, or a group of torch's own."
+        )
 
     def _find_rank(self) -> int:
         """Which part of an exchange is ours: `rank()` of a group that can be reconfigured may be that of its birth."""

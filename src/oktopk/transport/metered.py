@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -10,24 +11,43 @@ from oktopk.metrics import Clock
 from oktopk.transport.base import SIZE_BYTES, Fault, Op, Transport, all_reduce_bytes
 
 
-class MeteredTransport:
-    """Counts messages and bytes in both directions, per verb, and runs each verb inside its phase."""
+@dataclass
+class Tally:
+    """What has been sent and received."""
 
-    def __init__(self, inner: Transport, clock: Clock | None = None) -> None:
-        self.inner = inner
-        self.rank, self.world_size = inner.rank, inner.world_size
-        self._clock = clock or Clock()
-        self.restart()
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    messages: int = 0
+    message_sizes: dict[str, dict[int, int]] = field(default_factory=dict)  # operation -> bytes -> messages sent
 
     def restart(self) -> None:
         """Count from zero."""
         self.bytes_sent = self.bytes_received = self.messages = 0
-        self.message_sizes: dict[str, dict[int, int]] = {}
+        self.message_sizes = {}
+
+    def count(self, operation: str, sent: Sequence[int], received: int) -> None:
+        sizes = self.message_sizes.setdefault(operation, {})
+        for size in sent:
+            sizes[size] = sizes.get(size, 0) + 1
+        self.messages += len(sent)
+        self.bytes_sent += sum(sent)
+        self.bytes_received += received
+
+
+class MeteredTransport:
+    """Counts messages and bytes in both directions, per verb, and runs each verb inside its phase."""
+
+    def __init__(self, inner: Transport, clock: Clock | None = None, tally: Tally | None = None) -> None:
+        """Count into `tally`, which several may share."""
+        self.inner = inner
+        self.rank, self.world_size = inner.rank, inner.world_size
+        self.tally = tally or Tally()
+        self._clock = clock or Clock()
 
     def all_reduce_(self, tensor: Tensor, op: Op = "sum") -> Tensor:
         size = all_reduce_bytes(tensor.numel() * tensor.element_size(), self.world_size)
         others = self.world_size - 1
-        self._count("all_reduce", [size // others + (i < size % others) for i in range(others)], size)
+        self.tally.count("all_reduce", [size // others + (i < size % others) for i in range(others)], size)
         with self._clock.phase("exchange"):
             return self.inner.all_reduce_(tensor, op)
 
@@ -38,14 +58,14 @@ class MeteredTransport:
             gathered = self.inner.all_gather(message, sizes, limits)
         extra = 0 if sizes is not None else SIZE_BYTES
         received = sum(other.numel() + extra for rank, other in enumerate(gathered) if rank != self.rank)
-        self._count("all_gather", [message.numel() + extra] * (self.world_size - 1), received)
+        self.tally.count("all_gather", [message.numel() + extra] * (self.world_size - 1), received)
         return gathered
 
     def all_to_all(
         self, messages: Sequence[Tensor], in_flight: int = 4, limits: Sequence[int] | None = None
     ) -> Iterator[tuple[int, Tensor]]:
         others = [m.numel() + SIZE_BYTES for r, m in enumerate(messages) if r != self.rank]
-        self._count("all_to_all", others, 0)
+        self.tally.count("all_to_all", others, 0)
         arriving = self.inner.all_to_all(messages, in_flight, limits)
         while True:
             with self._clock.phase("exchange"):
@@ -53,21 +73,21 @@ class MeteredTransport:
             if pair is None:
                 return
             if pair[0] != self.rank:
-                self.bytes_received += pair[1].numel() + SIZE_BYTES
+                self.tally.bytes_received += pair[1].numel() + SIZE_BYTES
             yield pair
 
     def exchange(self, message: Tensor | None, to: int | None, source: int | None) -> Tensor | None:
         with self._clock.phase("exchange"):
             received = self.inner.exchange(message, to, source)
         sent = [message.numel() + SIZE_BYTES] if message is not None else []
-        self._count("exchange", sent, 0 if received is None else received.numel() + SIZE_BYTES)
+        self.tally.count("exchange", sent, 0 if received is None else received.numel() + SIZE_BYTES)
         return received
 
     def agree(self, words: Sequence[int]) -> list[list[int]]:
         with self._clock.phase("exchange"):
             answers = self.inner.agree(words)
         size = 8 * len(words)
-        self._count("agree", [size] * (self.world_size - 1), size * (self.world_size - 1))
+        self.tally.count("agree", [size] * (self.world_size - 1), size * (self.world_size - 1))
         return answers
 
     def close(self) -> None:
@@ -78,11 +98,3 @@ class MeteredTransport:
 
     def find_fault(self) -> Fault | None:
         return self.inner.find_fault()
-
-    def _count(self, operation: str, sent: Sequence[int], received: int) -> None:
-        sizes = self.message_sizes.setdefault(operation, {})
-        for size in sent:
-            sizes[size] = sizes.get(size, 0) + 1
-        self.messages += len(sent)
-        self.bytes_sent += sum(sent)
-        self.bytes_received += received

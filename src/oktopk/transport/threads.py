@@ -26,6 +26,19 @@ class ThreadWorld:
         self.slots: list[Any] = [None] * world_size
         self.barrier = threading.Barrier(world_size, timeout=timeout)
         self.fault: Fault | None = None
+        self._parts: dict[tuple[int, ...], ThreadWorld] = {}
+        self._timeout, self._lock = timeout, threading.Lock()
+
+    def part(self, ranks: Sequence[int]) -> ThreadWorld:
+        """The world of some of its ranks."""
+        with self._lock:
+            return self._parts.setdefault(tuple(ranks), ThreadWorld(len(ranks), self._timeout))
+
+    def break_up(self) -> None:
+        """Let nobody wait any longer, in the parts neither."""
+        self.barrier.abort()
+        for part in self._parts.values():
+            part.break_up()
 
     def transports(self) -> list[ThreadTransport]:
         return [ThreadTransport(self, rank) for rank in range(self.world_size)]
@@ -77,7 +90,10 @@ class ThreadTransport:
 
     def abort(self, fault: Fault) -> None:
         self._world.fault = self._world.fault or fault
-        self._world.barrier.abort()
+        self._world.break_up()
+
+    def among(self, ranks: Sequence[int]) -> ThreadTransport:
+        return ThreadTransport(self._world.part(ranks), list(ranks).index(self.rank))
 
     def find_fault(self) -> Fault | None:
         return self._world.fault

@@ -11,35 +11,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from oktopk.transport.base import DIRECT_BYTES, SIZE_BYTES, Fault, Op, require_within
-from oktopk.transport.links import open_link
+from oktopk.transport.links import Link, open_link
 from oktopk.transport.witness import Witness
 
 
-class TorchTransport:
-    """One rank of a process group that nobody else uses.
+class LinkTransport:
+    """One rank of a process group, without a witness of who is to blame when something fails."""
 
-    A group of its own keeps our messages apart from the user's, whose collectives may run on another thread. A group
-    that torch did not make cannot be made again, and is used as it is.
-    """
-
-    def __init__(self, group: Any = None, timeout: timedelta | None = None) -> None:
-        """Make a new group over the ranks of `group` (default: all). Every one of them must call this."""
-        self._link = open_link(group, timeout)
-        self.rank, self.world_size, self.timeout = self._link.rank, len(self._link.ranks), self._link.timeout
-        self._witness: Witness | None = None  # of a world of one there is nothing to say
-        if self._link.store is not None:
-            self._connect()
-
-    def _connect(self) -> None:
-        link = self._link
-        assert link.store is not None
-        try:
-            self._witness = Witness(link.store, link.ranks, link.rank, link.timeout, link.store_holder)
-            link.connect(self._witness.store.inner)
-        except BaseException:
-            link.store.close()
-            self.close()
-            raise
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self.rank, self.world_size, self.timeout = link.rank, len(link.ranks), link.timeout
 
     def all_reduce_(self, tensor: Tensor, op: Op = "sum") -> Tensor:
         if self.world_size == 1:
@@ -110,24 +91,12 @@ class TorchTransport:
 
     def close(self) -> None:
         self._link.leave()
-        if self._witness is not None:
-            self._witness.close()
 
     def abort(self, fault: Fault) -> None:
-        if self._witness is not None:
-            self._witness.note(fault)
         self._link.leave()  # its sockets close with the group, and peers notice
-        if self._witness is not None:
-            self._witness.linger(fault)
 
     def find_fault(self) -> Fault | None:
-        if self._witness is None:
-            return None
-        fault = self._witness.find()
-        if fault is None:
-            self._link.leave()  # wakes those who wait for us, so that they report too
-            fault = self._witness.find_late()
-        return fault
+        return None
 
     def _exchange_sizes(self, sizes: Sequence[int]) -> list[int]:
         if self.world_size == 1:
@@ -161,6 +130,65 @@ class TorchTransport:
         mine = rows.sum(0, dtype=tensor.dtype) if op == "sum" else rows.amax(0)
         reduced = self._link.all_to_all(mine.repeat(self.world_size))
         return tensor.copy_(reduced[: tensor.numel()].view_as(tensor))
+
+
+class TorchTransport(LinkTransport):
+    """One rank of a process group that nobody else uses.
+
+    A group of its own keeps our messages apart from the user's, whose collectives may run on another thread. A group
+    that torch did not make cannot be made again, and is used as it is.
+    """
+
+    def __init__(self, group: Any = None, timeout: timedelta | None = None) -> None:
+        """Make a new group over the ranks of `group` (default: all). Every one of them must call this."""
+        super().__init__(open_link(group, timeout))
+        self._witness: Witness | None = None  # of a world of one there is nothing to say
+        self._parts: list[LinkTransport] = []
+        if self._link.store is not None:
+            self._connect()
+
+    def _connect(self) -> None:
+        link = self._link
+        assert link.store is not None
+        try:
+            self._witness = Witness(link.store, link.ranks, link.rank, link.timeout, link.store_holder)
+            link.connect(self._witness.store.inner)
+        except BaseException:
+            link.store.close()
+            self.close()
+            raise
+
+    def among(self, ranks: Sequence[int]) -> LinkTransport:
+        """Who is to blame when something fails in it, this transport finds out."""
+        assert self._witness is not None
+        self._parts.append(LinkTransport(self._link.among(ranks, self._witness.store.inner)))
+        return self._parts[-1]
+
+    def close(self) -> None:
+        self._leave()
+        if self._witness is not None:
+            self._witness.close()
+
+    def abort(self, fault: Fault) -> None:
+        if self._witness is not None:
+            self._witness.note(fault)
+        self._leave()
+        if self._witness is not None:
+            self._witness.linger(fault)
+
+    def find_fault(self) -> Fault | None:
+        if self._witness is None:
+            return None
+        fault = self._witness.find()
+        if fault is None:
+            self._leave()  # wakes those who wait for us, so that they report too
+            fault = self._witness.find_late()
+        return fault
+
+    def _leave(self) -> None:
+        for part in self._parts:
+            part.close()
+        self._link.leave()
 
 
 def _framed(message: Tensor) -> Tensor:

@@ -62,7 +62,7 @@ def train_rival(
     dense = all_reduce_bytes(4 * _weights(model).numel(), world.world_size) * steps
     return RivalResult(
         name, dict(settings), every, recipe.lr, config.seed, world.world_size, steps, workload.metric.name,
-        validate(model, workload, world), metered.bytes_sent, dense,
+        validate(model, workload, world), metered.tally.bytes_sent, dense,
     )  # fmt: skip
 
 

@@ -1,0 +1,82 @@
+"""What the tests of several ranks per host run on every rank of a real world: what others run, with hosts of two."""
+
+from __future__ import annotations
+
+import os
+import signal
+from time import monotonic
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import fault_cases
+import front_end_cases
+import oktopk
+from front_end_cases import SPARSE, Net, Result, batches
+from oktopk.reduction.inside import Inside
+
+PER_HOST = 2
+CASES = [
+    "several buckets",
+    "one vector",
+    "unused on one rank",
+    "unused on all ranks",
+    "unused, one vector",
+    "mixed dtypes",
+    "bfloat16 model",
+    "warm-up",
+    "rounding wire",
+    "momentum",
+]
+PHASES = ["before the scatter", "after the scatter", "before the gather", "after the gather"]
+
+
+def in_hosts() -> None:
+    SPARSE["hosts"] = PER_HOST  # of this process, whose life is one test
+
+
+def front_ends() -> tuple[dict[str, Result], dict[str, Any], dict[str, torch.Tensor]]:
+    in_hosts()
+    return front_end_cases.run_cases(CASES), front_end_cases.scaled(), plain_loop()
+
+
+def plain_loop() -> dict[str, torch.Tensor]:
+    """Weights that `DistributedOptimizer` trained."""
+    model = Net(seed=dist.get_rank())
+    with oktopk.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), model, **SPARSE) as optimizer:
+        for x in batches(dist.get_rank(), 6):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        assert optimizer.reducer.hosts.ranks == ((0, 1), (2, 3))
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def killed_between_phases(victim: int, phase: str) -> tuple[str, str, float]:
+    """`kill -9` of one rank at step 3, at a certain point of what ranks of a host do together."""
+    in_hosts()
+    ddp, _ = fault_cases.model_and_reducer()
+    death = [0.0]
+
+    def die(step: int) -> None:
+        if step == 3:
+            death[0] = monotonic()
+            if dist.get_rank() == victim:
+                _die_at(phase)
+
+    kind, message, _ = fault_cases.caught(lambda: fault_cases.train(ddp, 10_000, die))
+    return kind, message, monotonic() - death[0]
+
+
+def _die_at(phase: str) -> None:
+    when, _, verb = phase.split()
+    name = {"scatter": "scatter", "gather": "gather_"}[verb]
+    work = getattr(Inside, name)
+
+    def last(*args: Any) -> Any:
+        if when == "after":
+            work(*args)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(Inside, name, last)

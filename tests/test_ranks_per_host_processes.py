@@ -1,0 +1,73 @@
+"""Several ranks per host in real processes: front ends, and what happens when a rank dies."""
+
+from __future__ import annotations
+
+import pickle
+import signal
+from typing import Any
+
+import pytest
+import torch
+
+import host_cases
+from fault_cases import TIMEOUT
+from test_faults import GRACE
+from test_front_ends import check_conservation, check_equal
+from worlds import run_processes, start
+
+RANKS = 4
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def world() -> list[Any]:
+    """All cases in one world, by rank: starting processes costs more than training in them."""
+    return run_processes(RANKS, host_cases.front_ends, timeout=250)
+
+
+@pytest.mark.parametrize("case", host_cases.CASES)
+def test_ddp_over_hosts_keeps_replicas_equal_and_loses_nothing(case: str, world: list[Any]) -> None:
+    results = [cases[case] for cases, _, _ in world]
+    check_equal(results)
+    if case != "momentum":
+        check_conservation(results)
+    assert results[0].phase == "sparse"
+    for rank, result in enumerate(results):
+        halves = result.residuals["first.weight"].view(2, -1)
+        assert not halves[1 - rank % 2].any(), "a rank owes its part, and nothing of its neighbour's"
+
+
+def test_a_skipped_step_of_a_scaler_leaves_every_hosts_residuals_alone(world: list[Any]) -> None:
+    results = [scaled for _, scaled, _ in world]
+    for result in results:
+        assert result["scales"] == results[0]["scales"] and result["scales"][6] == result["scales"][5] / 2
+        assert all(torch.equal(result["before"][name], result["after"][name]) for name in result["before"])
+        assert all(torch.equal(result["weights"][n], results[0]["weights"][n]) for n in result["weights"])
+
+
+def test_the_optimizer_over_hosts_keeps_replicas_equal(world: list[Any]) -> None:
+    for _, _, weights in world[1:]:
+        assert all(torch.equal(weights[name], world[0][2][name]) for name in weights)
+
+
+@pytest.mark.parametrize(
+    ("victim", "phase"),
+    [
+        (1, "after the scatter"),
+        (2, "before the gather"),
+        pytest.param(0, "before the scatter", marks=pytest.mark.slow),
+        pytest.param(3, "after the gather", marks=pytest.mark.slow),
+        pytest.param(0, "after the gather", marks=pytest.mark.slow),
+        pytest.param(3, "before the gather", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_killed_between_phases_is_named_on_every_host(victim: int, phase: str) -> None:
+    outcomes = start(RANKS, host_cases.killed_between_phases, victim, phase, timeout=120)
+    assert outcomes[victim].code == -signal.SIGKILL
+    for outcome in outcomes:
+        if outcome.rank != victim:
+            assert outcome.payload, f"rank {outcome.rank} ended with {outcome.code}: {outcome.output[-6000:]}"
+            kind, message, seconds = pickle.loads(outcome.payload)
+            assert kind == "PeerError", (message, outcome.output[-2000:])
+            assert message.startswith(f"rank {victim} failed at step 3") and "it vanished" in message
+            assert seconds < TIMEOUT + GRACE
