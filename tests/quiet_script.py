@@ -5,6 +5,7 @@ Run as `unshare --net python quiet_script.py KIND`: prints the bytes between syn
 
 from __future__ import annotations
 
+import copy
 import json
 import multiprocessing
 import os
@@ -63,7 +64,19 @@ def rank(number: int, port: int, kind: str, meet: Any, answers: Any) -> None:
         meet.wait(60)
     handle.finish()
     weights = torch.cat([p.detach().flatten() for p in [*model.parameters(), *model.buffers()]])
-    answers.put((number, seen, float(weights.double().sum()), bytes(weights.numpy().tobytes()).hex()))
+    copied = 0.0
+    if isinstance(model, DistributedDataParallel):
+        other = copy.deepcopy(model)
+        other(torch.randn(BATCH, 50)).sum().backward()  # other data on each rank, and yet one gradient: plain DDP
+        copied = float(next(other.parameters()).grad.double().sum())
+        refused = ""
+        try:
+            with model.join():
+                model(torch.randn(BATCH, 50))
+        except oktopk.OkTopkError as error:
+            refused = str(error)
+        assert "join()" in refused, refused
+    answers.put((number, seen, copied, bytes(weights.numpy().tobytes()).hex()))
     handle.close()
     model(torch.randn(BATCH, 50)).sum().backward()  # plain DDP goes on
     dist.destroy_process_group()
@@ -82,7 +95,7 @@ def main(kind: str) -> None:
     seen = first[1]
     quiet = [b - a for i, (a, b) in enumerate(pairwise(seen)) if (i + 2) % EVERY]
     loud = [b - a for i, (a, b) in enumerate(pairwise(seen)) if not (i + 2) % EVERY]
-    print(json.dumps({"quiet": quiet, "loud": loud, "equal": first[3] == second[3]}))
+    print(json.dumps({"quiet": quiet, "loud": loud, "equal": first[3] == second[3], "copied": first[2] == second[2]}))
 
 
 if __name__ == "__main__":

@@ -34,6 +34,12 @@ def weights_of(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
+def shared_of(handle: oktopk.LocalSteps) -> Tensor:
+    """The shared weights themselves, in their own precision."""
+    weights = handle._weights
+    return weights.updates.shared(weights.trained[0].own().layout)
+
+
 def push(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> Tensor:
     """One step on gradients that are made up; returns them. With plain SGD the change is the rate times them."""
     generator = torch.Generator().manual_seed(1000 * rank + step)
@@ -139,7 +145,7 @@ def test_short_weights_keep_what_is_owed_in_float32(dtype: torch.dtype, overlap:
                 push(model, optimizer, transport.rank, step)
             moved = own.total
             handle.finish()
-            return start, handle._updates.shared(handle._vectors[0].own().layout).double(), moved
+            return start, shared_of(handle).double(), moved
 
     world = run_world(2, work)
     expected = world[0][0] - (world[0][2] + world[1][2]) / 2
@@ -201,10 +207,10 @@ def test_ranks_that_step_differently_are_refused_before_data_moves() -> None:
         model = model_of()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + transport.rank))
         with oktopk.local_steps(model, optimizer, group=transport) as handle:
-            before = handle._updates.shared(handle._vectors[0].own().layout).clone()
+            before = shared_of(handle).clone()
             with pytest.raises(MismatchError) as caught:
                 push(model, optimizer, transport.rank, 0)
-            assert torch.equal(before, handle._updates.shared(handle._vectors[0].own().layout))
+            assert torch.equal(before, shared_of(handle))
             return str(caught.value)
 
     assert all("configuration" in message for message in run_world(2, work))
@@ -451,7 +457,7 @@ def test_short_weights_do_not_drift_over_ten_thousand_steps(dtype: torch.dtype) 
                 push(model, optimizer, transport.rank, step)
             moved = own.total
             handle.finish()
-            return start, handle._updates.shared(handle._vectors[0].own().layout).double(), moved
+            return start, shared_of(handle).double(), moved
 
     world = run_world(2, work)
     expected = world[0][0] - (world[0][2] + world[1][2]) / 2

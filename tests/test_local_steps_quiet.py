@@ -33,4 +33,5 @@ def test_between_synchronisations_not_one_byte_moves(kind: str) -> None:
     found = json.loads(ran.stdout.splitlines()[-1])
     assert not any(found["quiet"])
     assert all(found["loud"]), "and at a synchronisation some do"
+    assert found["copied"], "a copy of the module is plain DDP, which reduces gradients"
     assert found["equal"], "weights and buffers end the same"

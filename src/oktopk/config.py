@@ -15,6 +15,23 @@ WIRES = ("float32", "float16", "bfloat16", "int8", "int4", "codebook2")  # the f
 
 
 @dataclass(frozen=True)
+class UpdateDefaults:
+    """What to send when updates are reduced."""
+
+    density: float
+    wire: str
+
+
+UPDATES_ALGORITHM = "randomk"  # of updates: at equal bytes, each entry in its turn beats the largest
+_UPDATES = {"randomk": UpdateDefaults(0.3, "codebook2"), "dense": UpdateDefaults(1.0, "float32")}
+
+
+def update_defaults(algorithm: str) -> UpdateDefaults:
+    """How an algorithm reduces updates, unless the user says otherwise."""
+    return _UPDATES.get(algorithm, UpdateDefaults(0.05, "int8"))
+
+
+@dataclass(frozen=True)
 class DenseConfig:
     """Plain all-reduce: the baseline, and what warm-up uses."""
 

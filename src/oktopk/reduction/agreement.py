@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from hashlib import blake2b
@@ -103,7 +104,9 @@ def check_terms(mine: Terms, transport: Transport, on_nonfinite: str) -> Agreeme
                 "Every rank must reduce the same tensors in the same order with the same settings."
             )
     skip = _check_finite(everyone, on_nonfinite)
-    unused = _agree_on_unused(mine, transport) if any(words[-3] for words in everyone) else frozenset()
+    unused: frozenset[str] = frozenset()
+    if any(words[-3] for words in everyone):
+        unused = said_by_all([name for name, _ in mine.layout], mine.unused, transport)
     return Agreement(skip, unused, max(words[-1] // _NOTICES for words in everyone))
 
 
@@ -125,10 +128,9 @@ def _check_taking_part(everyone: list[list[int]], fault: Exception | None, trans
     raise Agreed(error, is_final)
 
 
-def _agree_on_unused(mine: Terms, transport: Transport) -> frozenset[str]:
-    """The names that every rank says were unused, in a second round that ranks only make when one has any."""
-    names = [name for name, _ in mine.layout]
-    bits = [sum(1 << bit for bit, name in enumerate(part) if name in mine.unused) for part in _chunks(names)]
+def said_by_all(names: Sequence[str], said: Collection[str], transport: Transport) -> frozenset[str]:
+    """Of `names`, which all ranks know, those that every rank says."""
+    bits = [sum(1 << bit for bit, name in enumerate(part) if name in said) for part in _chunks(names)]
     everyone = transport.agree(bits)
     common = [reduce(int.__and__, words) for words in zip(*everyone, strict=True)]
     return frozenset(
@@ -139,7 +141,7 @@ def _agree_on_unused(mine: Terms, transport: Transport) -> frozenset[str]:
     )
 
 
-def _chunks(names: list[str], size: int = 62) -> list[list[str]]:
+def _chunks(names: Sequence[str], size: int = 62) -> list[Sequence[str]]:
     return [names[start : start + size] for start in range(0, len(names), size)]
 
 
