@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -48,11 +49,22 @@ def test_alone_a_run_is_what_it_is_without(tmp_path: Path, capsys: pytest.Captur
 def test_updates_want_no_dense_start_and_under_adamw_a_larger_rate() -> None:
     base = Recipe(optimizer="adamw", lr=0.01, density=0.02, warmup_steps=100)
     recipe = TrainConfig(reduce="updates").recipe(base, 4)
-    assert (recipe.lr, recipe.density, recipe.warmup_steps) == (0.02, 0.05, 0)
-    assert TrainConfig(reduce="updates", algorithm="randomk").recipe(base, 4).density == 0.3
+    assert (recipe.lr, recipe.density, recipe.warmup_steps) == (0.02, 0.3, 0)
+    assert (recipe.algorithm, recipe.wire) == ("randomk", "codebook2")
+    largest = TrainConfig(reduce="updates", algorithm="oktopk").recipe(base, 4)
+    assert (largest.density, largest.wire) == (0.05, "int8")
     assert TrainConfig(reduce="updates", lr=0.5).recipe(base, 4).lr == 0.5
     assert TrainConfig(reduce="updates", optimizer="lamb").recipe(base, 4).lr == 0.01
     assert TrainConfig().recipe(base, 4) == base
+
+
+def test_a_preset_switches_to_updates_by_one_word() -> None:
+    base = Recipe(optimizer="adamw", lr=0.01, density=0.02, warmup_steps=100, reduce="updates")
+    assert TrainConfig().recipe(base, 4) == TrainConfig(reduce="updates").recipe(replace(base, reduce="gradients"), 4)
+    back = TrainConfig(reduce="gradients").recipe(base, 4)
+    assert (back.reduce, back.algorithm, back.lr, back.density) == ("gradients", "oktopk", 0.01, 0.02)
+    with pytest.raises(ConfigError, match="--momentum-correction"):
+        TrainConfig(momentum_correction=0.9).recipe(base, 4)
 
 
 @pytest.mark.processes
@@ -78,4 +90,4 @@ def test_bad_data_between_synchronisations_stops_all_with_its_message(every: int
 )
 def test_what_makes_no_sense_together_is_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        TrainConfig(**options)
+        TrainConfig(**options).recipe(Recipe())

@@ -24,7 +24,7 @@ from oktopk.cli.arguments import (
 from oktopk.cli.console import console
 from oktopk.cli.progress import make_observer
 from oktopk.errors import ConfigError, nearest
-from oktopk.training.algorithms import find_config
+from oktopk.training.algorithms import find_config, usual_algorithm
 from oktopk.training.config import TrainConfig
 from oktopk.training.environment import find_rank
 from oktopk.training.trainer import resumed_config, train
@@ -93,7 +93,7 @@ class Train(TrainConfig):
 
     def _describe(self) -> int:
         config = as_config(self)
-        resolved = config.resolved(config.recipe(make_workload(config).recipe))
+        resolved = config.resolved(config.recipe(make_workload(config).recipe, config.workers))
         console().print_json(json.dumps(resolved.to_json()))
         argv = ["train", *to_argv(replace(self, dry_run=False))]
         command = launch_command(self.workers, [_MODULE, *argv]) if self.workers > 1 else shlex.join(["oktopk", *argv])
@@ -105,10 +105,10 @@ def parse_train(command: type[Any], file: ConfigFile, args: Sequence[str], prog:
     """A command that trains, with the flags of the workload and the algorithm that are asked for."""
     words = list(args[: leading_words(args)])
     workload = words[0] if words else str(file.values.get("workload", "speech"))
-    algorithm = take(args, "--algorithm")[0] or str(file.values.get("algorithm", "oktopk"))
+    options_of = find_config(_said(args, file, "algorithm") or usual_algorithm(_said(args, file, "reduce")))
     if ":" not in workload and workload not in WORKLOADS:
         raise ConfigError(f"unknown workload {workload!r}. {nearest(workload, WORKLOADS)}")
-    parts = {"workload": find_classes(workload)[0], "algorithm": find_config(algorithm), "run": command}
+    parts = {"workload": find_classes(workload)[0], "algorithm": options_of, "run": command}
     default = _dealt_out(file, parts)
     given = tyro.cli(type(default), args=args, prog=prog, description=description(command), default=default)
     options = {f.name: getattr(given.workload, f.name) for f in fields(given.workload)}
@@ -116,8 +116,14 @@ def parse_train(command: type[Any], file: ConfigFile, args: Sequence[str], prog:
         given.run,
         **{name: options.pop(name) for name in _COMMON},
         workload_options=options,
-        algorithm_options={f.name: getattr(given.algorithm, f.name) for f in fields(given.algorithm)},
+        algorithm_options=_unlike(vars(given.algorithm), vars(options_of())),
     )
+
+
+def _said(args: Sequence[str], file: ConfigFile, name: str) -> str | None:
+    """What a flag or the file says of a setting."""
+    value = take(args, f"--{name}")[0] or file.values.get(name)
+    return None if value is None else str(value)
 
 
 def _dealt_out(file: ConfigFile, parts: Mapping[str, type[Any]]) -> Any:
@@ -139,7 +145,7 @@ def to_argv(config: Any) -> list[str]:
     defaults = {**vars(type(config)()), **{name: workload_default[name] for name in _COMMON}}
     values = {f.name: getattr(config, f.name) for f in fields(config) if f.name != "workload"}
     values["workload_options"] = _unlike(config.workload_options, workload_default)
-    values["algorithm_options"] = _unlike(config.algorithm_options, vars(find_config(config.algorithm)()))
+    values["algorithm_options"] = dict(config.algorithm_options)
     return [config.workload, *to_flags(_unlike(values, defaults), field_types(type(config)))]
 
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from typing_extensions import Unpack
 
 from oktopk.config import UPDATES_ALGORITHM, Density, update_defaults
-from oktopk.errors import CheckpointError, OkTopkError, UnsupportedError
+from oktopk.errors import CheckpointError, ConfigError, OkTopkError, UnsupportedError
 from oktopk.front_ends.buffers import is_look_due
 from oktopk.front_ends.every import Every, interval
 from oktopk.front_ends.local_state import (
@@ -88,13 +88,15 @@ def local_steps(
     optimizers, (ddp, module) = unwrap_optimizers(optimizer), unwrap_model(model)
     check_weights(module, optimizers)
     _refuse_twice(optimizers)
+    if not {"reduce", "hosts"}.isdisjoint(options):
+        raise ConfigError("local_steps takes neither reduce nor hosts: every rank reduces its own updates.")
     if scaler is not None:
         options.setdefault("on_nonfinite", "skip")
     if ddp is not None:
         options.setdefault("group", ddp.process_group)
     usual = update_defaults(algorithm)
-    sent: dict[str, Any] = {"density": usual.density if density is None else density, "wire": wire or usual.wire}
-    reducer = Reducer(algorithm, **{**options, **sent, "reduce": "updates", "hosts": None})
+    density = usual.density if density is None else density
+    reducer = Reducer(algorithm, density, wire=wire or usual.wire, reduce="updates", hosts=None, **options)
     try:
         return LocalSteps(module, optimizers, reducer, every, overlap, scaler, ddp)
     except BaseException:

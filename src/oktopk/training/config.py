@@ -10,14 +10,12 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from oktopk.config import Density, require_density
+from oktopk.config import UPDATES_ALGORITHM, Density, require_density, update_defaults
 from oktopk.errors import ConfigError
 from oktopk.workloads.base import Recipe
 
 _BUCKET_MB, _BUCKET_MB_WITHOUT_OVERLAP = 25.0, 256.0
 Optimizer = Literal["sgd", "adamw", "lamb"]
-UPDATES = {"randomk": (0.3, "codebook2")}  # density and wire of updates, unless the user says otherwise
-OTHER_UPDATES = (0.05, "int8")
 
 
 @dataclass(frozen=True)
@@ -29,13 +27,12 @@ class TrainConfig:
     data: str | None = None  # folder or manifest of the corpus; None: the one that comes with the workload
     workers: int = 1  # processes to start on this machine; ignored under torchrun, mpirun or srun
 
-    algorithm: str = (
-        "oktopk"  # how gradients are summed: dense, topka, topkdsa, gtopk, gaussiank, randomk, oktopk, auto
-    )
+    algorithm: str | None = None  # dense, topka, topkdsa, gtopk, gaussiank, randomk, oktopk, auto; None: oktopk, or
+    # randomk for updates
     density: float | None = None  # fraction of the gradient each worker sends; smaller = less traffic, later updates
     density_schedule: Mapping[int, float] = field(default_factory=dict)  # {step: density from that step on}; from 0
     warmup_steps: int | None = None  # dense steps before sparse ones
-    reduce: Literal["gradients", "updates"] = "gradients"  # updates: each worker steps by itself, changes are summed
+    reduce: Literal["gradients", "updates"] | None = None  # updates: each worker steps by itself, changes are summed
     every: int | Literal["auto"] = 1  # steps between synchronisations of updates; auto: a tenth of the time
     wire: str | None = None  # float32, float16, bfloat16, int8, int4, codebook2; None: float32, for updates narrower
     hosts: int | Literal["auto"] = "auto"  # workers of a host, which sum densely first; auto: find out; 1: none do
@@ -97,42 +94,49 @@ class TrainConfig:
                 raise ConfigError(f"{name} must be in [0, 1], got {value}: it is a share of lr.")
         if self.beta2 is not None and not 0 <= self.beta2 < 1:
             raise ConfigError(f"beta2 must be in [0, 1), got {self.beta2}: 0.999 remembers about 1,000 steps.")
-        if self.reduce == "updates":
-            self._check_updates()
-        elif self.every != 1:
-            raise ConfigError(f"every is for --reduce updates, got {self.every}: gradients are reduced at every step.")
+        if self.every != "auto" and self.every < 1:
+            raise ConfigError(f"every must be 1 or more steps, or auto, got {self.every}.")
+        if self.reduce is not None:
+            self._check_reduce(self.reduce)
         if self.bucket_mb is not None and self.bucket_mb <= 0:
             raise ConfigError(f"bucket_mb must be above 0, got {self.bucket_mb}.")
         if self.analyze_every and self.norm_clip_after:
             raise ConfigError("analyze_every looks at means as they were reduced, and norm_clip_after changes them.")
 
-    def _check_updates(self) -> None:
-        if self.every != "auto" and self.every < 1:
-            raise ConfigError(f"every must be 1 or more steps, or auto, got {self.every}.")
-        for name in ("momentum_correction", "fold_learning_rate", "norm_clip_after", "analyze_every"):
+    def _check_reduce(self, reduce: str) -> None:
+        if reduce == "gradients":
+            if self.every != 1:
+                raise ConfigError(f"every is for --reduce updates, got {self.every}: gradients travel at every step.")
+            return
+        for name in ("momentum_correction", "factor_masking", "fold_learning_rate", "norm_clip_after", "analyze_every"):
             if getattr(self, name):
                 flag = name.replace("_", "-")
                 raise ConfigError(f"--{flag} is about gradients on their way, and with --reduce updates none travel.")
 
-    @property
-    def wire_format(self) -> str:
-        return self.wire or (UPDATES.get(self.algorithm, OTHER_UPDATES)[1] if self.reduce == "updates" else "float32")
-
     def recipe(self, base: Recipe, world_size: int = 1) -> Recipe:
         """The preset's recipe with what the user said in its place.
 
-        In a run of fewer epochs the dense warm-up is shorter too: it would else be all there is. Updates need none; and
-        under AdamW they want a rate that is larger by the root of the number of ranks, whose gradients are noisier
-        than their mean.
+        In a run of fewer epochs the dense warm-up is shorter too: it would else be all there is.
         """
-        if self.reduce == "updates":
-            rate = base.lr * world_size**0.5 if (self.optimizer or base.optimizer) == "adamw" else base.lr
-            base = replace(base, density=UPDATES.get(self.algorithm, OTHER_UPDATES)[0], warmup_steps=0, lr=rate)
+        reduce = self.reduce or base.reduce
+        self._check_reduce(reduce)
+        if reduce == "updates":
+            base = self._for_updates(base, world_size)
         said = {f.name: getattr(self, f.name) for f in fields(Recipe) if getattr(self, f.name) is not None}
         if said.get("norm_clip") == 0:
             said["norm_clip"] = None
         epochs = min(said.get("epochs", base.epochs), base.epochs)
         return replace(base, **{"warmup_steps": base.warmup_steps * epochs // max(1, base.epochs)} | said)
+
+    def _for_updates(self, base: Recipe, world_size: int) -> Recipe:
+        """Updates need no dense steps; and under AdamW they want a rate that is larger by the root of the number of
+        ranks, whose gradients are noisier than their mean."""
+        algorithm = self.algorithm or UPDATES_ALGORITHM
+        usual = update_defaults(algorithm)
+        rate = base.lr * world_size**0.5 if (self.optimizer or base.optimizer) == "adamw" else base.lr
+        return replace(
+            base, algorithm=algorithm, density=usual.density, wire=usual.wire, warmup_steps=0, lr=rate
+        )  # fmt: skip
 
     def density_over_time(self, recipe: Recipe) -> Density:
         return dict(self.density_schedule) if self.density_schedule else recipe.density
@@ -146,7 +150,6 @@ class TrainConfig:
         decided = {
             "norm_clip": recipe.norm_clip or 0.0,
             "bucket_mb": self.bucket_mb_for(recipe),
-            "wire": self.wire_format,
         }
         return replace(self, **asdict(recipe) | decided)
 

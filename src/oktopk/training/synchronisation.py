@@ -88,13 +88,13 @@ class ReduceGradients(_Stepping):
         self._optimizer: DistributedOptimizer = DistributedOptimizer(
             optimizer,
             model,
-            config.algorithm,
+            recipe.algorithm,
             config.density_over_time(recipe),
             warmup_steps=recipe.warmup_steps,
             norm_clip=recipe.norm_clip or None,
             norm_clip_after=config.norm_clip_after or None,
             bucket_mb=config.bucket_mb_for(recipe),
-            wire=config.wire_format,
+            wire=recipe.wire,
             hosts=config.hosts,
             metrics=sink,
             min_numel=config.min_numel,
@@ -145,9 +145,9 @@ class ReduceUpdates(_Stepping):
             model,
             optimizer,
             config.density_over_time(recipe),
-            config.wire_format,
+            recipe.wire,
             config.every,
-            algorithm=config.algorithm,
+            algorithm=recipe.algorithm,
             warmup_steps=recipe.warmup_steps,
             metrics=sink,
             min_numel=config.min_numel,
@@ -188,5 +188,5 @@ def make_synchronisation(
     config: TrainConfig, recipe: Recipe, optimizer: Optimizer, model: nn.Module, sink: Sink
 ) -> Synchronisation:
     """As the configuration says; every rank starts from the weights of rank 0."""
-    kind = ReduceUpdates if config.reduce == "updates" else ReduceGradients
+    kind = ReduceUpdates if recipe.reduce == "updates" else ReduceGradients
     return kind(config, recipe, optimizer, model, sink)

@@ -34,7 +34,7 @@ from oktopk.training.values import as_fields
 from oktopk.training.workload import make_workload
 from oktopk.training.world import World
 from oktopk.transport.base import Transport
-from oktopk.workloads.base import Workload
+from oktopk.workloads.base import Recipe, Workload
 
 EARLY_STOP, STEP_LIMIT = "early stop", "the limit of steps"
 
@@ -148,7 +148,7 @@ class Trainer:
         if self.at.epoch + 1 >= self.recipe.epochs:
             self.optimizer.finish()
         self.recorder.drain()
-        if self.config.reduce == "gradients":
+        if self.recipe.reduce == "gradients":
             # Running statistics of normalisation layers are local; from here on they are everyone's.
             self.world.average_([buffer for buffer in self.model.buffers() if buffer.is_floating_point()])
         self._tick()
@@ -285,7 +285,7 @@ class Trainer:
     def _open_directory(self) -> RunDirectory:
         if self.config.resume:
             return RunDirectory(find_checkpoint(self.config.resume).parent.parent)
-        path = self.config.runs / self.world.announce(self.config.name or _run_name(self.config, self.workload))
+        path = self.config.runs / self.world.announce(self.config.name or _run_name(self.recipe, self.workload))
         self.world.together(lambda: RunDirectory.create(path, self._described()) if self.world.is_first else None)
         return RunDirectory(path)
 
@@ -306,7 +306,7 @@ class Trainer:
     def _start_event(self) -> Start:
         return Start(
             run=self.directory.path, workload=self.workload.name, preset=self.workload.preset,
-            parameters=self._parameters(), algorithm=self.config.algorithm, density=self._density(),
+            parameters=self._parameters(), algorithm=self.recipe.algorithm, density=self._density(),
             warmup_steps=self.recipe.warmup_steps, world_size=self.world.world_size, epochs=self.recipe.epochs,
             steps_per_epoch=self.steps_per_epoch, step=self.at.step, epoch=self.at.epoch,
             metric=self.workload.metric.name, notices=tuple(self.workload.notices),
@@ -314,7 +314,7 @@ class Trainer:
 
     def _density(self) -> float | None:
         """What is wanted of sparse steps, if there will be any."""
-        return self.recipe.density if has_sparse_steps(self.config.algorithm) else None
+        return self.recipe.density if has_sparse_steps(self.recipe.algorithm) else None
 
     def _parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.model.parameters())
@@ -337,7 +337,7 @@ class Trainer:
         if self._density() is not None and sparse_steps == 0 and steps <= self.recipe.warmup_steps:
             return (
                 f"All {steps} steps were inside the dense warm-up of {self.recipe.warmup_steps} steps: nothing was "
-                f"sparsified. Train longer (--epochs) or lower --warmup-steps to see {self.config.algorithm} at work."
+                f"sparsified. Train longer (--epochs) or lower --warmup-steps to see {self.recipe.algorithm} at work."
             )
         if self._density() is not None and sparse_steps == 0:
             return (
@@ -353,6 +353,6 @@ class Trainer:
         self.at = replace(self.at, wall_seconds=wall, epoch_seconds=epoch)
 
 
-def _run_name(config: TrainConfig, workload: Workload) -> str:
+def _run_name(recipe: Recipe, workload: Workload) -> str:
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    return f"{workload.name}-{workload.preset}-{config.algorithm}-{stamp}"
+    return f"{workload.name}-{workload.preset}-{recipe.algorithm}-{stamp}"

@@ -47,6 +47,9 @@ class Recipe:
     norm_clip: float | None = None  # gradient norm limit before synchronisation
     density: float = 0.01
     warmup_steps: int = 0  # dense steps
+    reduce: Literal["gradients", "updates"] = "gradients"  # updates: density, warm-up, wire and rate follow from it
+    algorithm: str = "oktopk"
+    wire: str = "float32"
 
 
 class Workload(Protocol):
