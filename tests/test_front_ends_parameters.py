@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import oktopk
-from oktopk.config import Options, ReducerConfig
+from oktopk.config import ReducerConfig, ReducerOptions
 from oktopk.errors import ConfigError, UnsupportedError
 from oktopk.front_ends.clipping import NormClip
 from oktopk.front_ends.parameters import named_parameters, refuse_unsupported
@@ -112,7 +112,7 @@ def test_the_typed_options_are_the_fields_of_the_configurations() -> None:
         for field in dataclasses.fields(cls)
         if field.name not in named
     }
-    assert get_type_hints(Options) == expected
+    assert get_type_hints(ReducerOptions) == expected
 
 
 def test_freed_memory_is_kept_only_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,6 +134,8 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 with oktopk.register(model, density=0.1, min_numel=0, wire="int8", norm_clip=1.0) as reducer:
     oktopk.save(reducer, "folder")
 oktopk.Reducer("oktopk", **oktopk.PAPER_LSTM)
+oktopk.Reducer(min_numl=0)  # wrong
+oktopk.register(model, reduce="updates")  # wrong
 oktopk.register(model, densty=0.1)  # wrong
 oktopk.register(model, min_numel="many")  # wrong
 oktopk.DistributedOptimizer(optimizer, model, fuse="all")  # wrong

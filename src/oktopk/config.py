@@ -151,7 +151,7 @@ class ReducerConfig:
 
 
 class Options(TypedDict, total=False):
-    """Every option of a reducer beside its named arguments, for editors and type checkers.
+    """Every option of a front end's reducer beside its named arguments, for editors and type checkers.
 
     The configurations above say what each means; `wires`, `trial_steps` and `recheck_every` are of `algorithm="auto"`.
     """
@@ -160,7 +160,6 @@ class Options(TypedDict, total=False):
     on_nonfinite: Literal["raise", "skip"]
     momentum_correction: float
     factor_masking: bool
-    reduce: Literal["gradients", "updates"]
     global_cut: bool
     split_and_reduce: bool
     corrections: int
@@ -183,6 +182,12 @@ class Options(TypedDict, total=False):
     wires: tuple[str, ...]
     trial_steps: int
     recheck_every: int
+
+
+class ReducerOptions(Options, total=False):
+    """Those of a reducer itself: a front end knows what it reduces."""
+
+    reduce: Literal["gradients", "updates"]
 
 
 PAPER_LSTM: dict[str, Any] = {

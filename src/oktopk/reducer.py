@@ -9,9 +9,10 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from oktopk.algorithms import ALGORITHMS
-from oktopk.config import Density, ReducerConfig, split_options
+from oktopk.config import Density, ReducerConfig, ReducerOptions, split_options
 from oktopk.errors import ConfigError, nearest
 from oktopk.metrics import Sink, StepRecord
 from oktopk.reduction.autotune import AUTO, AutoConfig, Decision
@@ -51,7 +52,7 @@ class Reducer:
         hosts: HostsOption = "auto",
         metrics: Sink | None = None,
         timeout: timedelta | float | None = None,
-        **options: Any,
+        **options: Unpack[ReducerOptions],
     ) -> None:
         """Make a reducer; every rank of `group` (a ProcessGroup, a Transport, or None for all) must do the same.
 

@@ -13,7 +13,7 @@ from oktopk.training.checkpoint import find_checkpoint
 from oktopk.training.environment import find_rank, world_rank
 from oktopk.training.evaluation import evaluate
 from oktopk.training.trainer import resumed_config
-from oktopk.training.workers import launch_workers, settle_in
+from oktopk.training.workers import bind_worker, launch_workers
 from oktopk.training.world import joined_world
 
 
@@ -36,7 +36,7 @@ class Evaluate:
     def __call__(self) -> int:
         if find_rank() is None and self.workers > 1:
             return launch_workers(self.workers, ["oktopk.cli", "evaluate", *self._arguments()])
-        settle_in(find_rank())
+        bind_worker(find_rank())
         path = self._checkpoint()
         with joined_world() as world:
             config = resumed_config(self.run, self.workload, self.trust)

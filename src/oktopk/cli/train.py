@@ -28,7 +28,7 @@ from oktopk.training.algorithms import find_config, usual_algorithm
 from oktopk.training.config import TrainConfig
 from oktopk.training.environment import find_rank
 from oktopk.training.trainer import resumed_config, train
-from oktopk.training.workers import launch_command, launch_workers, settle_in
+from oktopk.training.workers import bind_worker, launch_command, launch_workers
 from oktopk.training.workload import find_classes, make_workload
 from oktopk.training.world import joined_world
 from oktopk.workloads import WORKLOADS
@@ -82,7 +82,7 @@ class Train(TrainConfig):
         return self._work()
 
     def _work(self) -> int:
-        settle_in(find_rank())
+        bind_worker(find_rank())
         with joined_world() as world:
             observer = make_observer(self.quiet)
             try:

@@ -46,10 +46,10 @@ class Checkpoints:
             save(target, path, {"position": asdict(position), **about})
         except (OSError, TypeError, CheckpointError) as error:
             raise self._unwritten(path, error) from error
-        self._world.together(lambda: self._settle(path, best) if self._world.is_first else None)
+        self._world.together(lambda: self._point_to(path, best) if self._world.is_first else None)
         return path
 
-    def _settle(self, path: Path, best: bool) -> None:
+    def _point_to(self, path: Path, best: bool) -> None:
         try:
             for name in ("last", "best") if best else ("last",):
                 write_json(self.folder / f"{name}.json", {"checkpoint": path.name})

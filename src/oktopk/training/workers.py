@@ -59,7 +59,7 @@ def threads_per_worker(workers: int, cores: int | None = None) -> int:
     return max(1, (cores or len(os.sched_getaffinity(0))) // workers)
 
 
-def settle_in(info: RankInfo | None) -> None:
+def bind_worker(info: RankInfo | None) -> None:
     """Threads and cores of this worker, and an end with its launcher's end."""
     if info is None:
         return

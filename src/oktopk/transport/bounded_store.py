@@ -61,11 +61,11 @@ class BoundedStore:
 
 def _work(jobs: SimpleQueue[_Job | None]) -> None:
     while (job := jobs.get()) is not None:
-        _settle(*job)
+        _answer(*job)
         del job  # it may hold whoever asked
 
 
-def _settle(outcome: Future[Any], call: Callable[[], Any]) -> None:
+def _answer(outcome: Future[Any], call: Callable[[], Any]) -> None:
     try:
         outcome.set_result(call())
     except BaseException as error:
