@@ -12,7 +12,7 @@ CORE := $(subst $(space),$(comma),$(CORE_ROOMS:%=src/oktopk/%.py) $(patsubst %,s
 PARALLEL = $(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder
 EXTRAS := trainer,speech,bert,integrations,gpu,docs,dev
 
-.PHONY: setup demo test test-fast test-slow coverage check bench docs results clean
+.PHONY: setup demo test test-fast test-slow mutants coverage check bench docs results clean
 
 setup: $(STAMP)
 
@@ -37,6 +37,10 @@ test-fast: setup
 
 test-slow: setup
 	.ci/timed 10800 "slow tests" $(BIN)/python -m pytest -m slow --timeout 3600
+
+# Faults on purpose, each of which the tests of `make test` must notice. A part of test-slow.
+mutants: setup
+	$(BIN)/python tests/mutants.py
 
 coverage: setup
 	$(PARALLEL) --cov --cov-report=term
