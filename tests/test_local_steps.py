@@ -105,6 +105,28 @@ def test_finishing_leaves_everyone_with_the_mean_of_all_changes(every: Any) -> N
         assert torch.equal(shared, world[0][1]) and not owed.any()
 
 
+@pytest.mark.parametrize("algorithm", ["topka", "randomk", "oktopk"])
+def test_ranks_that_rest_pay_what_they_owe_and_meet_in_the_shared_weights(algorithm: str) -> None:
+    """What a rank sent has left it: nothing is sent twice, and what the others sent is in its own weights."""
+
+    def work(transport: ThreadTransport) -> tuple[Tensor, Tensor]:
+        model = model_of()
+        optimizer = sgd(model)
+        options: Any = {"algorithm": algorithm, "density": 0.2, "min_numel": 0, "wire": "float32", "group": transport}
+        with oktopk.local_steps(model, optimizer, **options) as handle:
+            for step in range(43):
+                optimizer.param_groups[0]["lr"] = RATE if step < 3 else 0.0
+                push(model, optimizer, transport.rank, step)
+            own = weights_of(model)
+            with handle.shared():
+                return own, weights_of(model)
+
+    world = run_world(3, work)
+    for own, shared in world:
+        torch.testing.assert_close(own, shared, rtol=0, atol=1e-6)  # weights of 0.2, moved a few times
+        assert torch.equal(shared, world[0][1])
+
+
 def _adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01)
 
