@@ -144,7 +144,7 @@ def target_machine() -> Any:
 
 @cache
 def _start_llvm() -> None:
-    with contextlib.suppress(RuntimeError):  # newer versions of llvmlite start by themselves, and say so
+    with contextlib.suppress(RuntimeError, AttributeError):  # some versions of llvmlite start by themselves, or say so
         llvm.initialize()
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
