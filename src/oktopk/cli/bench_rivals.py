@@ -49,11 +49,11 @@ class BenchRivals:
         from oktopk.bench.rivals.training import train_rival
         from oktopk.training.config import TrainConfig
         from oktopk.training.environment import find_rank
-        from oktopk.training.workers import settle_in
+        from oktopk.training.workers import bind_worker
         from oktopk.training.world import joined_world
         from oktopk.transport.torch_dist import TorchTransport
 
-        settle_in(find_rank())
+        bind_worker(find_rank())
         config = TrainConfig(
             workload=self.workload, preset=self.preset, data=self.data, epochs=self.epochs, lr=self.lr, seed=self.seed
         )  # fmt: skip
