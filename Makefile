@@ -36,7 +36,7 @@ test-fast: setup
 	.ci/timed 90 "fast tests" $(PARALLEL) -m 'not slow and not processes'
 
 test-slow: setup
-	.ci/timed 10800 "slow tests" $(BIN)/python -m pytest -m slow --timeout 3600
+	.ci/timed 5400 "slow tests" $(BIN)/python -m pytest -n 2 --dist loadscope -m slow --timeout 3600
 
 # Faults on purpose, each of which the tests of `make test` must notice. A part of test-slow.
 mutants: setup
