@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 from time import monotonic
 from typing import Any
 
@@ -53,9 +54,10 @@ def plain_loop() -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def killed_between_phases(victim: int, phase: str) -> tuple[str, str, float]:
+def killed_between_phases(victim: int, phase: str, processes: Path) -> tuple[str, str, float]:
     """`kill -9` of one rank at step 3, at a certain point of what ranks of a host do together."""
     in_hosts()
+    (processes / str(os.getpid())).touch()
     ddp, _ = fault_cases.model_and_reducer()
     death = [0.0]
 

@@ -91,6 +91,19 @@ def test_two_ranks_on_a_host_share_its_counter() -> None:
     assert 0.3 * ring < results["ddp dense"].wire_bytes < 1.1 * ring, "one of two ring neighbours is on the same host"
 
 
+@needs_root
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_host_of_four_ranks_puts_on_its_link_what_one_rank_would() -> None:
+    bench = StepBench(numel=2_000_000, contenders=("floor", "oktopk float32"), seconds=0.2, repeats=1)
+    sent = {}
+    for per_host in (1, 4):
+        with open_cluster(2, Network(None), per_host=per_host) as cluster:
+            results = {r.contender: r for r in bench_step(cluster, bench)}
+        sent[per_host] = per_host * results["oktopk float32"].wire_bytes
+    assert sent[4] <= 1.1 * sent[1]
+
+
 def test_who_waits_for_the_network_is_measured_once_and_the_others_in_every_round(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

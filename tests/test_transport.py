@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from oktopk.errors import CommunicationError, ConfigError
 from oktopk.transport import MeteredTransport, ThreadWorld, TorchTransport, Transport, open_transport, run_world
 from oktopk.transport.base import DIRECT_BYTES, all_reduce_bytes
+from oktopk.transport.shared_memory import SharedMemoryTransport, share_memory
 from worlds import run_processes, start
 
 
@@ -48,9 +50,50 @@ def test_verbs_over_threads(world_size: int) -> None:
     run_world(world_size, lambda transport: exercise(MeteredTransport(transport)))
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_verbs_through_shared_memory(world_size: int) -> None:
+    def work(transport: Transport) -> None:
+        shared = share_memory(transport)
+        assert isinstance(shared, SharedMemoryTransport)
+        exercise(MeteredTransport(shared))
+
+    run_world(world_size, work)
+
+
+def test_messages_in_shared_memory_are_not_copied_and_grow_with_what_is_sent() -> None:
+    def work(transport: Transport) -> None:
+        shared = MeteredTransport(share_memory(transport))
+        for size in (0, 10, 100_000, 50, 3_000_000):
+            messages = shared.room([size + to for to in range(3)])
+            for to, message in enumerate(messages):
+                message.fill_(10 * shared.rank + to)
+            arrived = dict(shared.all_to_all(messages))
+            for source, message in arrived.items():
+                expected = torch.full((size + shared.rank,), 10 * source + shared.rank, dtype=torch.uint8)
+                assert torch.equal(message, expected)
+            if size:
+                assert arrived[shared.rank].data_ptr() == messages[shared.rank].data_ptr()
+
+    run_world(3, work)
+
+
+def test_ranks_that_cannot_see_each_other_talk_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("oktopk.transport.shared_memory._can_read", lambda pid, descriptor, token: False)
+    run_world(2, lambda transport: exercise(_same(share_memory(transport), transport)))
+    monkeypatch.delattr(os, "memfd_create")  # as on systems that are not Linux
+    run_world(2, lambda transport: exercise(_same(share_memory(transport), transport)))
+
+
+def _same(found: Transport, expected: Transport) -> Transport:
+    assert found is expected
+    return found
+
+
 def _exercise_gloo() -> list[int]:
-    metered = MeteredTransport(TorchTransport())
+    whole = TorchTransport()
+    metered = MeteredTransport(whole)
     exercise(metered)
+    exercise(share_memory(whole.among(range(whole.world_size))))
     metered.close()
     return [metered.tally.bytes_sent, metered.tally.bytes_received]
 

@@ -120,7 +120,7 @@ def measure(context: RankContext, combinations: Sequence[Sequence[Any]], repeats
 
 
 def _measure_one(numel: int, density: float, algorithm: str, wire: str, repeats: int) -> dict[str, Any]:
-    reducer = Reducer(algorithm, density, wire=wire)
+    reducer = Reducer(algorithm, density, wire=wire, hosts=None)
     gradients = _gradients(numel, reducer.rank)
     times, records = [], []
     for step in range(WARMUP + repeats):

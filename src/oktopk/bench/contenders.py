@@ -3,7 +3,8 @@
 A contender is named as in tables: "floor", "ddp dense", "ddp fp16", "powersgd 1", or one of ours, with its wire format:
 "oktopk bfloat16". A third word says how gradients are handed over: "fused" reduces DDP's buckets as one vector at the
 end of backward, "single" is one bucket for all of the gradient, "optimizer" is `DistributedOptimizer` around a plain
-loop, also as one vector; without it, DDP's buckets one by one.
+loop, also as one vector; without it, DDP's buckets one by one. The last word may be "flat": every rank reduces for
+itself, where otherwise those of a host sum densely first.
 """
 
 from collections.abc import Callable, Iterable
@@ -55,7 +56,9 @@ class Attached:
     close: Callable[[], None] = field(default=lambda: None)
 
 
-def attach(name: str, model: nn.Module, density: float, cap_mb: int = DEFAULT_CAP_MB) -> Attached:
+def attach(
+    name: str, model: nn.Module, density: float, cap_mb: int = DEFAULT_CAP_MB, ranks_per_host: int = 1
+) -> Attached:
     """Wrap the model so that it is synchronised as `name` says."""
     kind, *details = name.split() if name != AUTO else (AUTO, "float32")
     if kind == "floor":
@@ -64,16 +67,17 @@ def attach(name: str, model: nn.Module, density: float, cap_mb: int = DEFAULT_CA
         return _builtin(model, details[0], cap_mb)
     if kind == "powersgd":
         return _powersgd(model, int(details[0]))
+    hosts = 1 if "flat" in details else ranks_per_host
     if "optimizer" in details:
-        return _our_optimizer(model, kind, details[0], density)
+        return _our_optimizer(model, kind, details[0], density, hosts)
     cap_mb = SINGLE_BUCKET_MB if "single" in details else cap_mb
-    return _ours(model, kind, details[0], density, cap_mb, "step" if "fused" in details else None)
+    return _ours(model, kind, details[0], density, cap_mb, "step" if "fused" in details else None, hosts)
 
 
 def require_known(names: Iterable[str]) -> None:
     """Refuse names that `attach` would not understand, before any process is started."""
     hows = ("", " single", " fused", " optimizer")
-    ours = {f"{name} {wire}{how}" for name in ALGORITHMS for wire in WIRES for how in hows}
+    ours = {f"{name} {wire}{how}{f}" for name in ALGORITHMS for wire in WIRES for how in hows for f in ("", " flat")}
     for name in names:
         if name not in ours and name not in EVERYONE:
             raise ConfigError(f"unknown contender {name!r}. {nearest(name, ours | set(EVERYONE))}")
@@ -109,16 +113,20 @@ def _powersgd(model: nn.Module, rank: int) -> Attached:
     return Attached(ddp, _sgd(ddp), SINGLE_BUCKET_MB, 3, lambda: -1)
 
 
-def _ours(model: nn.Module, algorithm: str, wire: str, density: float, cap_mb: int, fuse: Fuse | None) -> Attached:
+def _ours(
+    model: nn.Module, algorithm: str, wire: str, density: float, cap_mb: int, fuse: Fuse | None, hosts: int
+) -> Attached:
     ddp = _ddp(model, cap_mb)
-    reducer = register(ddp, algorithm, density, wire=wire, fuse=fuse)
+    reducer = register(ddp, algorithm, density, wire=wire, fuse=fuse, hosts=hosts)
     # DDP changes its buckets after the first step; what is chosen by trying must have been chosen.
     warmup = 2 + (trials(AutoConfig()) if algorithm == AUTO else 0)
     return _watched(ddp, _sgd(ddp), SINGLE_BUCKET_MB if fuse == "step" else cap_mb, warmup, reducer)
 
 
-def _our_optimizer(model: nn.Module, algorithm: str, wire: str, density: float) -> Attached:
-    optimizer = DistributedOptimizer(_sgd(model), model, algorithm, density, wire=wire, fuse="step", keep_memory=True)
+def _our_optimizer(model: nn.Module, algorithm: str, wire: str, density: float, hosts: int) -> Attached:
+    optimizer = DistributedOptimizer(
+        _sgd(model), model, algorithm, density, wire=wire, fuse="step", keep_memory=True, hosts=hosts
+    )
     return _watched(model, optimizer, SINGLE_BUCKET_MB, 2, optimizer.reducer)
 
 

@@ -136,14 +136,14 @@ def measure(
 
     The floor is measured again before each of them: the machine may be another one a minute later.
     """
-    floor, floor_loss = _attached("floor", context, numel, model, density, cap_mb)
+    floor, floor_loss = _attached("floor", context, numel, model, density, cap_mb, per_host)
     below, is_untouched = 0.0, True  # the last floor; whether no `DistributedOptimizer` made the process keep memory
     for name in contenders:
         if name == "floor":
             attached, loss = floor, floor_loss
         else:
             below = _measure_floor(floor, floor_loss) if is_untouched else below
-            attached, loss = _attached(name, context, numel, model, density, cap_mb)
+            attached, loss = _attached(name, context, numel, model, density, cap_mb, per_host)
         record = _measure_one(context, attached, loss, seconds, counted, per_host)
         if attached is floor:
             below = record["step_seconds"]
@@ -161,14 +161,14 @@ def measure(
 
 
 def _attached(
-    name: str, context: RankContext, numel: int, model: str, density: float, cap_mb: int
+    name: str, context: RankContext, numel: int, model: str, density: float, cap_mb: int, per_host: int
 ) -> tuple[Attached, models.Loss]:
     torch.manual_seed(0)
     if model:
         module, loss = models.workload(model, context.rank, context.world_size)
     else:
         module, loss = models.synthetic(numel, context.rank)
-    return attach(name, module, density, cap_mb), loss
+    return attach(name, module, density, cap_mb, per_host), loss
 
 
 def _measure_floor(floor: Attached, loss: models.Loss) -> float:

@@ -43,7 +43,7 @@ class BenchStep:
     hosts: int = 4  # emulated hosts
     network: str = "1gbit"  # rate of each host's link: 100mbit, 1gbit, 10gbit, or loopback for unshaped
     latency: str = "0ms"  # one way; needs netem in the kernel
-    per_host: int = 1  # ranks on each host
+    ranks_per_host: int = 1  # processes on each host, behind its one link
     numel: int = 27_570_000  # parameters of the stand-in model
     model: str = ""  # a workload and its preset instead of the stand-in: speech:lstman4, vision:vgg16
     density: float = 0.01  # fraction of the gradient that sparse algorithms send
@@ -65,7 +65,7 @@ class BenchStep:
             self.numel, self.model, self.density, self.contenders or EVERYONE, self.seconds, self.repeats,
             bucket_cap_mb=self.bucket_cap_mb,
         )  # fmt: skip
-        with _cluster(self.hosts, self.network, self.latency, self.per_host) as cluster:
+        with _cluster(self.hosts, self.network, self.latency, self.ranks_per_host) as cluster:
             with console().status("starting the ranks") as status:
                 results, costs = bench_step_with_costs(
                     cluster, bench, lambda r: status.update(f"{r.contender}: {r.step_seconds * 1e3:.0f} ms per step")
@@ -93,7 +93,7 @@ class BenchAllreduce:
     hosts: int = 4  # emulated hosts
     network: str = "1gbit"  # rate of each host's link: 100mbit, 1gbit, 10gbit, or loopback for unshaped
     latency: str = "0ms"  # one way; needs netem in the kernel
-    per_host: int = 1  # ranks on each host
+    ranks_per_host: int = 1  # processes on each host, behind its one link
     numels: tuple[int, ...] = (1_000_000,)  # gradient lengths
     densities: tuple[float, ...] = (0.001, 0.01)  # fractions sent
     world_sizes: tuple[int, ...] = (2, 4)  # ranks that take part
@@ -110,7 +110,7 @@ class BenchAllreduce:
         from oktopk.plotting.drawing import write_svg
 
         sweep = Sweep(self.numels, self.densities, self.world_sizes, self.algorithms, self.wires, self.repeats)
-        with _cluster(self.hosts, self.network, self.latency, self.per_host) as cluster:
+        with _cluster(self.hosts, self.network, self.latency, self.ranks_per_host) as cluster:
             with console().status("starting the ranks") as status:
                 results = bench_allreduce(cluster, sweep, lambda r: status.update(f"{r.algorithm} {r.wire}"))
             run = header("allreduce", _command(), cluster)

@@ -47,7 +47,7 @@ class Feedback:
             return None
         layout, spare = gradient.layout, self._spare(gradient)
         residual = self._residuals.get(layout, gradient.pieces[0])
-        energy = self._kernels.add(spare, residual, gradient.pieces, k)
+        energy = gradient.add_to(spare, residual, self._kernels, k)
         self._prepared = layout, energy
         return math.isfinite(energy)
 
@@ -57,7 +57,8 @@ class Feedback:
         if finite is not None:
             return finite
         limit = _LIMITS[residual_dtype(gradient.dtype)] - self._largest_owed(gradient)
-        if self._kernels.all_below(gradient.pieces, limit):
+        pieces = gradient.pieces if gradient.whole is gradient else [self.joined(gradient)]
+        if self._kernels.all_below(pieces, limit):
             return True
         # Some entry may overflow together with what is owed, or is not finite itself: look at the sum.
         return self._kernels.all_below([self._sum_of(gradient)], inf)
@@ -94,7 +95,7 @@ class Feedback:
 
     def joined(self, gradient: Gradient) -> Tensor:
         """All of a gradient as one tensor, which is good until the next call for its layout."""
-        return torch.cat(gradient.pieces, out=self._spare(gradient)) if gradient.is_scattered else gradient.pieces[0]
+        return gradient.join_(self._spare(gradient)) if gradient.is_scattered else gradient.pieces[0]
 
     def reject_(self, gradient: Gradient) -> None:
         """Some rank's gradient was not finite: a GradScaler, or the trainer, shall see that and skip the step."""

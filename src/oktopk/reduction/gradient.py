@@ -59,6 +59,14 @@ class Gradient:
         views = self.views()
         return [Gradient(layout, tuple(views[name] for name, _ in layout)) for layout in layouts]
 
+    def join_(self, out: Tensor) -> Tensor:
+        """All of it as one tensor, made in `out`."""
+        return torch.cat(self.pieces, out=out)
+
+    def add_to(self, out: Tensor, residual: Tensor, kernels: Kernels, k: int) -> float:
+        """out = residual + all of it; the sum of squares. `k` announces `select_topk(out, k)`."""
+        return kernels.add(out, residual, self.pieces, k)
+
     def copy_(self, vector: Tensor) -> None:
         """Replace it by a vector, which may be this very memory."""
         for piece, part in zip(self.pieces, vector.split([piece.numel() for piece in self.pieces]), strict=True):
@@ -73,6 +81,11 @@ class Gradient:
     def whole(self) -> Gradient:
         """What a front end handed over; `PartialGradient` is a part of it."""
         return self
+
+    @property
+    def is_there(self) -> bool:
+        """Whether there is anything to look at: ranks of a host that differ hand nothing over."""
+        return True
 
     def own(self, names: frozenset[str]) -> frozenset[str]:
         """What parameters of these names are called in this layout."""

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from oktopk.errors import CommunicationError, ConfigError, MismatchError, PeerError
 from oktopk.transport.base import Divisible, Transport
 from oktopk.transport.machines import own_machine
+from oktopk.transport.shared_memory import share_memory
 from oktopk.transport.sharing import share
 
 log = logging.getLogger("oktopk")
@@ -69,7 +70,7 @@ def join_hosts(wanted: HostsOption, world: Transport) -> Ranks:
         if hosts.is_flat:
             return Ranks(hosts, world, world, None)
         assert isinstance(world, Divisible)
-        return Ranks(hosts, world, world.among(hosts.across), world.among(hosts.inside))
+        return Ranks(hosts, world, world.among(hosts.across), share_memory(world.among(hosts.inside)))
     except CommunicationError as error:
         fault = world.find_fault()
         world.close()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -10,23 +11,23 @@ from torch import Tensor
 from oktopk.kernels.base import Kernels
 from oktopk.kernels.staging import to_device, to_host
 from oktopk.reduction.agreement import Terms, refusal
-from oktopk.reduction.feedback import residual_dtype
-from oktopk.reduction.gradient import Gradient, Layout, rounded
-from oktopk.reduction.parts import Part
-from oktopk.transport.base import Transport
+from oktopk.reduction.gradient import Gradient, rounded
+from oktopk.reduction.parts import Part, merge
+from oktopk.transport import MeteredTransport
 from oktopk.types import SparseVector, Vector
 from oktopk.wire import Wire
+
+ENDED = [0, 0, -1, 1]  # instead of what `_terms` says
 
 
 class Inside:
     """The ranks of one host, as many as there are parts of every parameter."""
 
-    def __init__(self, transport: Transport, wire: Wire) -> None:
+    def __init__(self, transport: MeteredTransport, wire: Wire) -> None:
         """`wire` must not round."""
         self._transport, self._wire = transport, wire
         self._parts = [Part(index, transport.world_size) for index in range(transport.world_size)]
         self.part = self._parts[transport.rank]
-        self._sums: dict[Layout, Tensor] = {}
         self.gathered = 0  # how many entries came together last
 
     def is_common(self, words: list[int]) -> bool:
@@ -34,20 +35,25 @@ class Inside:
         return all(said == words for said in self._transport.agree(words))
 
     def scatter(self, whole: Gradient) -> PartialGradient:
-        """Sum this rank's part of the host's gradients, whose layout and dtype must be the same."""
-        (*messages,) = to_host(*(torch.cat(part.slices(whole)) for part in self._parts))
-        total = self._sum_of(whole)
-        total.zero_()
-        for _, message in self._transport.all_to_all([message.view(torch.uint8) for message in messages]):
-            total += message.view(whole.dtype)
-        return self.empty(whole, total)
+        """This rank's part of the host's gradients, whose layout and dtype must be the same."""
+        width = whole.pieces[0].element_size()
+        sizes = [part.numel(whole.layout) * width if part != self.part else 0 for part in self._parts]
+        messages = self._transport.room(sizes)
+        for part, message in zip(self._parts, messages, strict=True):
+            if message.numel():
+                _join(part.slices(whole), message.view(whole.dtype))
+        arrived = [other.view(whole.dtype) for _, other in self._transport.all_to_all(messages)]
+        return PartialGradient(self.part.layout(whole.layout), self._own(whole), whole, self, tuple(arrived[1:]))
 
-    def empty(self, whole: Gradient, total: Tensor | None = None) -> PartialGradient:
+    def _own(self, whole: Gradient) -> tuple[Tensor, ...]:
+        """This rank's slices of its own gradient, on the host."""
+        slices = self.part.slices(whole)
+        return tuple(slices) if slices[0].device.type == "cpu" else tuple(to_host(torch.cat(slices)))
+
+    def nothing_of(self, whole: Gradient) -> PartialGradient:
         """What stands for a gradient of which nothing was scattered."""
-        layout = self.part.layout(whole.layout)
-        if total is None:
-            total = torch.zeros(self.part.numel(whole.layout), dtype=residual_dtype(whole.dtype))
-        return PartialGradient(layout, (total,), whole, self)
+        zeros = torch.zeros(self.part.numel(whole.layout))
+        return PartialGradient(self.part.layout(whole.layout), (zeros,), whole, self, ())
 
     def gather_(self, whole: Gradient, mean: Vector, kernels: Kernels) -> None:
         """Replace a gradient by the means of all parts, of which this rank has one."""
@@ -58,11 +64,7 @@ class Inside:
 
     def _gather_sparse_(self, whole: Gradient, mean: SparseVector, kernels: Kernels) -> None:
         messages = self._transport.all_gather(self._wire.pack(mean).message)
-        won = [
-            part.widen(self._wire.unpack(message), whole.layout)
-            for part, message in zip(self._parts, messages, strict=True)
-        ]
-        together = kernels.sum_sparse(won)
+        together = merge([self._wire.unpack(message) for message in messages], whole.layout)
         self.gathered = together.nnz
         kernels.fill_(whole.pieces, together)
 
@@ -77,33 +79,55 @@ class Inside:
                 piece.copy_(value)
         self.gathered = whole.numel
 
-    def _sum_of(self, whole: Gradient) -> Tensor:
-        """Memory for a part, made once: fresh memory costs more than the work on it."""
-        dtype = residual_dtype(whole.dtype)
-        known = self._sums.get(whole.layout)
-        if known is None or known.dtype != dtype:
-            names = whole.names
-            self._sums = {layout: t for layout, t in self._sums.items() if names.isdisjoint(dict(layout))}
-            known = self._sums[whole.layout] = torch.empty(self.part.numel(whole.layout), dtype=dtype)
-        return known
-
 
 @dataclass(frozen=True)
 class PartialGradient(Gradient):
-    """The sum over a host's ranks of one part of their gradients."""
+    """The sum over a host's ranks of one part of their gradients: `pieces` are this rank's share of it.
+
+    It is not made before somebody needs it, since it can be added to a residual as it is. What came from others is good
+    until the ranks of the host gather.
+    """
 
     handed: Gradient  # what it is a part of, on this rank
     inside: Inside
+    others: tuple[Tensor, ...]  # the same part of each other rank's gradient, flat, on the host
+    _total: list[Tensor] = field(default_factory=list)  # once it is made
 
     @property
     def whole(self) -> Gradient:
         return self.handed
 
+    @property
+    def is_scattered(self) -> bool:
+        return True
+
     def own(self, names: frozenset[str]) -> frozenset[str]:
         return self.inside.part.names(names)
 
+    @property
+    def is_there(self) -> bool:
+        return bool(self.others)
+
+    def zero_(self, names: Collection[str]) -> None:
+        vectors = [(vector,) for vector in self._total or self.others]
+        for pieces in vectors if self._total else [*vectors, self.pieces]:
+            Gradient(self.layout, pieces).zero_(names)
+
     def fill_(self, value: float) -> None:
         self.handed.fill_(value)
+
+    def join_(self, out: Tensor) -> Tensor:
+        if not self._total:
+            self._total.append(torch.cat(self.pieces, out=out))
+            for other in self.others:
+                out += other
+        return self._total[0]
+
+    def add_to(self, out: Tensor, residual: Tensor, kernels: Kernels, k: int) -> float:
+        for other in self.others:
+            kernels.add(out, residual, [other])
+            residual = out
+        return kernels.add(out, residual, self.pieces, k)
 
     def receive_(self, mean: Vector, kernels: Kernels) -> SparseVector | None:
         """The mean is one over hosts, of sums over their ranks; each rank shall have that over ranks."""
@@ -116,12 +140,17 @@ class PartialGradient(Gradient):
         return None if lost is None else lost.with_values(lost.values * ranks)
 
 
-ENDED = [0, 0, -1, 1]  # instead of what `_terms` says
-
-
 def scattered(whole: Gradient, inside: Inside) -> PartialGradient:
     """This rank's part of its host's gradients. Where ranks of the host differ, nothing moves: all will refuse."""
-    return inside.scatter(whole) if inside.is_common(_terms(whole)) else inside.empty(whole)
+    return inside.scatter(whole) if inside.is_common(_terms(whole)) else inside.nothing_of(whole)
+
+
+def _join(slices: list[Tensor], out: Tensor) -> None:
+    """Copy them to the host, one after the other."""
+    if slices[0].device.type == "cpu":
+        torch.cat(slices, out=out)
+    else:
+        out.copy_(to_host(torch.cat(slices))[0])
 
 
 def _terms(whole: Gradient) -> list[int]:

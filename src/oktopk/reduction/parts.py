@@ -6,7 +6,7 @@ A slice depends on its parameter alone, not on the bucket that it comes in: DDP 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -56,13 +56,13 @@ class Part:
         """Where the slices lie in the memory of a gradient."""
         return [self.of(view) for view in whole.views().values()]
 
-    def widen(self, vector: SparseVector, whole: Layout) -> SparseVector:
-        """A vector over the slices as one over the whole parameters."""
-        starts, shifts, numel = _shifts(self, whole)
-        indices = vector.indices.long()
-        counts = torch.searchsorted(indices, starts).diff(append=torch.tensor([indices.numel()]))
-        widened = indices + shifts.repeat_interleave(counts)
-        return SparseVector(widened.to(index_dtype(numel)), vector.values, numel)
+    def in_whole(self, vector: SparseVector, whole: Layout) -> tuple[list[Tensor], list[Tensor]]:
+        """Indices in the whole vector, and values, of a vector over the slices: those of each parameter by itself."""
+        starts, shifts = _shifts(self, whole)
+        counts = torch.searchsorted(vector.indices, starts).diff(append=torch.tensor([vector.nnz]))
+        indices = vector.indices + shifts.repeat_interleave(counts)
+        sizes = counts.tolist()
+        return list(indices.split(sizes)), list(vector.values.split(sizes))
 
     def _bounds(self, numel: int) -> tuple[int, int]:
         bounds = equal_bounds(numel, self.count)
@@ -74,15 +74,31 @@ class Part:
 
 
 @lru_cache(maxsize=256)
-def _shifts(part: Part, whole: Layout) -> tuple[Tensor, Tensor, int]:
-    """Where each slice begins among the slices, how far that is from its place in the whole; and the whole's length."""
+def _shifts(part: Part, whole: Layout) -> tuple[Tensor, Tensor]:
+    """Where each slice begins among the slices, and how far that is from its place in the whole."""
+    dtype = index_dtype(sum(numel for _, numel in whole))
     starts, shifts, start, offset = [], [], 0, 0
     for _, numel in whole:
         low, high = part._bounds(numel)
         starts.append(start)
         shifts.append(offset + low - start)
         start, offset = start + high - low, offset + numel
-    return torch.tensor(starts, dtype=torch.int64), torch.tensor(shifts, dtype=torch.int64), offset
+    return torch.tensor(starts, dtype=dtype), torch.tensor(shifts, dtype=dtype)
+
+
+def merge(vectors: Sequence[SparseVector], whole: Layout) -> SparseVector:
+    """The vectors over all parts, in their order, as one over the whole parameters."""
+    numel = sum(numel for _, numel in whole)
+    dtype = index_dtype(numel)
+    each = [
+        Part(index, len(vectors)).in_whole(replace(vector, indices=vector.indices.to(dtype)), whole)
+        for index, vector in enumerate(vectors)
+    ]
+    # Parameter by parameter, part by part: that is the order of indices.
+    indices, values = (
+        [piece for parameter in zip(*lists, strict=True) for piece in parameter] for lists in zip(*each, strict=True)
+    )
+    return SparseVector(torch.cat(indices), torch.cat(values), numel)
 
 
 def join(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

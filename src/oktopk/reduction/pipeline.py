@@ -73,7 +73,9 @@ class Pipeline:
         self.tools = Tools(across, timed(self._wire, self.clock, _WIRE_PHASES), exact, kernels)
         self._dense = Dense(DenseConfig(), Tools(across, exact, exact, kernels))
         inside = MeteredTransport(ranks.inside, self.clock) if ranks.inside is not None else None
-        self._inside = Inside(inside, exact) if inside is not None else None
+        # Inside a host bytes cost less than coding them.
+        plain = timed(Wire("float32", "block16"), self.clock, _WIRE_PHASES)
+        self._inside = Inside(inside, plain) if inside is not None else None
         self.records = StepRecords(self.transport, inside, self.clock, sink)
         self.feedback = self._feedback(kernels)
         self.grouping = Grouping()
@@ -215,7 +217,7 @@ class Pipeline:
         """Compare notes; raises on every rank when ranks differ, or when one of them has a bad gradient."""
         whole = plan.gradient.whole
         fault = refusal(whole)
-        finite = fault is None and self.feedback.is_finite(plan.gradient, plan.wanted)
+        finite = fault is None and plan.gradient.is_there and self.feedback.is_finite(plan.gradient, plan.wanted)
         text = self.settings.text + plan.terms
         mine = Terms(whole.layout, whole.dtype, plan.step, plan.k, text, finite, fault, plan.unused, self.notice)
         try:

@@ -87,6 +87,15 @@ class Divisible(Protocol):
         ...
 
 
+@runtime_checkable
+class Roomy(Protocol):
+    """A transport with memory of its own for messages."""
+
+    def room(self, sizes: Sequence[int]) -> list[Tensor]:
+        """Memory for messages of these sizes, from which the next verb need not copy them."""
+        ...
+
+
 def require_within(limits: Sequence[int] | None, rank: int, messages: Sequence[Tensor]) -> None:
     """A sender that breaks its word would overrun the buffers of its receivers."""
     longest = max(message.numel() for message in messages)

@@ -42,12 +42,13 @@ class Link:
     def connect(self, store: Store) -> None:
         """Enter the group, through a part of the store that nobody else uses. Every rank must do it."""
 
-    def among(self, ranks: Sequence[int], store: Store) -> Link:
+    def among(self, ranks: Sequence[int], store: Store | None) -> Link:
         """A link of these ranks alone, this one included, who meet in `store`."""
         part = copy(self)
         part.ranks, part.rank = [self.ranks[rank] for rank in ranks], list(ranks).index(self.rank)
         part.store = part._joined = None
         if len(ranks) > 1:
+            assert store is not None  # of a world of several ranks
             part.connect(PrefixStore(f"among {list(ranks)}", store))
         return part
 
@@ -206,7 +207,7 @@ class GivenLink(Link):
             )
         return super().all_to_all(outgoing)
 
-    def among(self, ranks: Sequence[int], store: Store) -> Link:
+    def among(self, ranks: Sequence[int], store: Store | None) -> Link:
         raise UnsupportedError(
             "a group that torch did not make cannot be divided into hosts: pass hosts=None, or a group of torch's own."
         )

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from oktopk.metrics import Clock
-from oktopk.transport.base import SIZE_BYTES, Fault, Op, Transport, all_reduce_bytes
+from oktopk.transport.base import SIZE_BYTES, Fault, Op, Roomy, Transport, all_reduce_bytes
 
 
 @dataclass
@@ -82,6 +83,12 @@ class MeteredTransport:
         sent = [message.numel() + SIZE_BYTES] if message is not None else []
         self.tally.count("exchange", sent, 0 if received is None else received.numel() + SIZE_BYTES)
         return received
+
+    def room(self, sizes: Sequence[int]) -> list[Tensor]:
+        """Memory for messages of these sizes: the one from which the transport need not copy them, if it has any."""
+        if isinstance(self.inner, Roomy):
+            return self.inner.room(sizes)
+        return [torch.empty(size, dtype=torch.uint8) for size in sizes]
 
     def agree(self, words: Sequence[int]) -> list[list[int]]:
         with self._clock.phase("exchange"):

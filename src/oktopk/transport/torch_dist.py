@@ -160,8 +160,8 @@ class TorchTransport(LinkTransport):
 
     def among(self, ranks: Sequence[int]) -> LinkTransport:
         """Who is to blame when something fails in it, this transport finds out."""
-        assert self._witness is not None
-        self._parts.append(LinkTransport(self._link.among(ranks, self._witness.store.inner)))
+        store = self._witness.store.inner if self._witness is not None else None
+        self._parts.append(LinkTransport(self._link.among(ranks, store)))
         return self._parts[-1]
 
     def close(self) -> None:
