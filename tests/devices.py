@@ -57,7 +57,7 @@ class OnGpu(torch.Tensor):
         return _dispatch(func, args, kwargs or {})
 
 
-class _Telling(TorchFunctionMode):
+class Telling(TorchFunctionMode):
     """Lets a thread make tensors on the device."""
 
     def __torch_function__(
@@ -66,6 +66,10 @@ class _Telling(TorchFunctionMode):
         return _dispatch(func, args, kwargs or {})
 
 
+_PROPERTIES = {
+    "is_available": True, "device_count": 1, "set_device": None, "get_device_name": "a GPU that is not there",
+    "memory_allocated": 1000, "max_memory_allocated": 3000, "memory_reserved": 4000,
+}  # fmt: skip
 _GPU: Gpu | None = None
 _PENDING: list[tuple[Tensor, Tensor]] = []
 
@@ -83,6 +87,9 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> An
     to_gpu = _target(name, args, kwargs)
     if name == "copy_":
         return _copy(*args, **kwargs)
+    if name in ("_parse_to", "_has_compatible_shallow_copy_type"):  # of nn.Module.to: only look at what they are given
+        with torch._C.DisableTorchFunction():
+            return func(*args, **kwargs)
     if name == "backward":  # hooks run inside, and must see tensors of the device
         return torch.autograd.backward(_plain(args[0]))
     if on_gpu and name != "__get__":
@@ -201,18 +208,28 @@ class _Current(threading.local):
 _CURRENT = _Current()
 
 
+def _apply(module: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.Module:
+    """As torch's, but what it moves becomes a tensor of the device, and not only its memory."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.__future__, "get_swap_module_params_on_conversion", lambda: True)
+        return _APPLY(module, fn, recurse)
+
+
+_APPLY = torch.nn.Module._apply
+
+
 @contextmanager
 def fake_gpu() -> Iterator[Gpu]:
     """A device for the tests of this thread and of communication threads."""
     global _GPU
     _GPU = gpu = Gpu()
-    lock, launch = threading.RLock(), triton_search.launch
+    lock, launch, begin = threading.RLock(), triton_search.launch, _Stream.__init__
 
     @contextmanager
     def stream(which: _Stream) -> Iterator[None]:
         before, _CURRENT.name = _CURRENT.name, which._name
         try:
-            with _Telling():
+            with Telling():
                 yield
         finally:
             _CURRENT.name = before
@@ -230,15 +247,18 @@ def fake_gpu() -> Iterator[Gpu]:
     def pinned(like: Tensor) -> Tensor:
         return torch.empty(like.shape, dtype=like.dtype)
 
-    with pytest.MonkeyPatch.context() as patch, _Telling():
+    with pytest.MonkeyPatch.context() as patch, Telling():
         patch.setattr(staging, "_pinned", pinned)
         patch.setattr(staging, "_wait_for", wait_for)
         for module in (triton, triton_search):
             patch.setattr(module, "launch", locked_launch)
         for verb in ("all_reduce_", "all_gather", "all_to_all", "exchange"):
             patch.setattr(ThreadTransport, verb, _refusing(getattr(ThreadTransport, verb)))
+        for name, value in _PROPERTIES.items():
+            patch.setattr(torch.cuda, name, lambda *_, value=value: value)
+        patch.setattr(torch.nn.Module, "_apply", _apply)
         patch.setattr(torch.cuda, "current_stream", lambda device=None: _Stream(gpu, _CURRENT.name))
-        patch.setattr(torch.cuda, "Stream", lambda device=None: _Stream(gpu))
+        patch.setattr(torch.cuda, "Stream", type("Stream", (_Stream,), {"__init__": lambda self, _: begin(self, gpu)}))
         patch.setattr(torch.cuda, "stream", stream)
         patch.setattr(communication, "future_on", lambda device: _Future(gpu))
         yield gpu

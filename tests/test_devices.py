@@ -16,10 +16,11 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the extra `gpu` is not installed")
 
 import oktopk
-from devices import GPU, Gpu, OnGpu, fake_gpu, to_gpu, to_host
+from devices import GPU, Gpu, OnGpu, Telling, fake_gpu, to_gpu, to_host
 from inputs import gradient
 from interpreter import patched_once
 from oktopk import Reducer
+from oktopk.checkpoint import pack, unpack
 from oktopk.errors import NonFiniteError, UnsupportedError
 from oktopk.kernels import choice, choose, triton_search
 from oktopk.kernels.triton import TritonKernels
@@ -301,6 +302,34 @@ def stepped(transport: Any, device: str, wrap: Any, dtype: torch.dtype = FLOAT) 
     weights = [to_host(parameter.detach()) for parameter in model.parameters()]
     handle.close()
     return weights
+
+
+@pytest.mark.parametrize("devices", [("cpu", "cuda"), ("cuda", "cpu")], ids=" to ".join)
+@pytest.mark.parametrize("warmup_steps", [0, 9], ids=["sparse", "dense"])
+def test_local_steps_go_on_exactly_on_another_device(gpu: Gpu, devices: tuple[str, str], warmup_steps: int) -> None:
+    """Also with a reduction that has arrived and is not applied yet."""
+
+    def stepped_twice(transport: Any, devices: tuple[str, str]) -> list[Tensor]:
+        states: list[Any] = []
+
+        def wrap(model: Any, optimizer: Any, transport: Any) -> Any:
+            handle = oktopk.local_steps(
+                model, optimizer, 0.05, "int8", algorithm="oktopk", overlap=True, group=transport, min_numel=0,
+                warmup_steps=warmup_steps,
+            )  # fmt: skip
+            for state in states:
+                handle.load_state_dict(unpack(state))
+            close = handle.close
+            handle.close = lambda: (states.append(pack(handle.state_dict())), close())
+            return handle
+
+        with Telling():
+            stepped(transport, devices[0], wrap)
+            return stepped(transport, devices[1], wrap)
+
+    ours, theirs = (run_world(2, lambda t, d=d: stepped_twice(t, d)) for d in (devices, ("cpu", "cpu")))
+    for rank, expected in zip(ours, theirs, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(rank, expected, strict=True))
 
 
 STEPS = 3

@@ -72,6 +72,24 @@ def test_a_complete_run_has_every_figure(tmp_path: Path) -> None:
     assert drawn(page_of(write_run(tmp_path / "run"))) == set(FIGURES)
 
 
+def test_the_memory_of_a_gpu_is_shown_where_one_was_used_and_nowhere_else(tmp_path: Path) -> None:
+    plain_run, on_gpu = (write_run(tmp_path / name, steps=60, warmup=20) for name in ("plain", "on-gpu"))
+    lines = [json.loads(line) for line in (on_gpu / "steps.jsonl").read_text().splitlines()]
+    memory = {
+        "gpu_allocated_bytes": 2_000_000_000,
+        "gpu_peak_bytes": 7_000_000_000,
+        "gpu_reserved_bytes": 9_000_000_000,
+    }
+    write_lines(on_gpu / "steps.jsonl", [line | memory for line in lines])
+    alone, without, compared = page_of(on_gpu), page_of(plain_run), page_of(plain_run, on_gpu)
+    assert "gpu-memory" in drawn(alone) & drawn(compared)
+    assert re.search(
+        r"Peak GPU memory</h2><p class=.value.>7(\.0)? GB</p><p class=.note.>rank 0; 9(\.0)? GB reserved", alone
+    )
+    assert "GPU" not in without
+    assert "peak GPU memory</th>" in compared
+
+
 @pytest.mark.parametrize(
     ("options", "absent"),
     [

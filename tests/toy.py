@@ -76,9 +76,9 @@ class ToyWorkload:
     def evaluate(self, model: nn.Module, rank: int, world_size: int) -> dict[str, float]:
         if self.config.empty_validation:
             return {"count": 0.0}
-        inputs = self._inputs((7, 7, 7, rank))
+        inputs, device = self._inputs((7, 7, 7, rank)), next(model.parameters()).device
         with torch.no_grad():
-            errors = (model(inputs) - inputs @ self._truth).square()
+            errors = (model(inputs.to(device)) - (inputs @ self._truth).to(device)).square()
         return {"error": float(errors.sum()), "count": float(errors.numel())}
 
     def summarize(self, totals: Mapping[str, float]) -> dict[str, float]:

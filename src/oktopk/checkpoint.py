@@ -165,10 +165,11 @@ class _Tensors:
         self._storages: set[int] = set()
 
     def put(self, key: str, given: Tensor) -> str:
-        tensor = given.detach().cpu().contiguous()
-        storage, identity = tensor.untyped_storage().data_ptr(), (tensor.data_ptr(), tensor.shape, tensor.dtype)
-        if tensor.numel() and identity in self._keys:
+        identity = (given.device, given.data_ptr(), given.shape, given.stride(), given.dtype)
+        if given.numel() and identity in self._keys:
             return self._keys[identity]
+        tensor = given.detach().cpu().contiguous()
+        storage = tensor.untyped_storage().data_ptr()
         self.by_key[key] = tensor.clone() if storage in self._storages else tensor
         self._keys[identity] = key
         self._storages.add(storage)

@@ -95,6 +95,8 @@ def _row(run: Path, summary: Mapping[str, Any], baseline: Mapping[str, Any]) -> 
         row[metric] = summary["validation"][metric]
     row["sent"] = bytes_text(summary["bytes_sent"])
     row["of dense"] = f"{summary['bytes_sent'] / summary['dense_bytes']:.1%}" if summary["dense_bytes"] else "-"
+    if "gpu_peak_bytes" in summary:
+        row["GPU peak"] = bytes_text(summary["gpu_peak_bytes"])
     row["time"] = duration_text(summary["wall_seconds"])
     if summary["wall_seconds"]:
         row["speed-up"] = f"{baseline['wall_seconds'] / summary['wall_seconds']:.2f}"

@@ -10,6 +10,7 @@ import tyro
 
 from oktopk.cli.console import console, table
 from oktopk.training.checkpoint import find_checkpoint
+from oktopk.training.devices import DeviceName
 from oktopk.training.environment import find_rank, world_rank
 from oktopk.training.evaluation import evaluate
 from oktopk.training.trainer import resumed_config
@@ -32,6 +33,7 @@ class Evaluate:
     workload: str | None = None  # module:Class that the run trained, if it is not one of the package's
     trust: bool = False  # import the module:Class that the run names, whatever it is
     workers: int = 1  # processes to share the work
+    device: DeviceName = "auto"  # cpu, or cuda: one GPU for each worker; auto: GPUs where there are any
 
     def __call__(self) -> int:
         if find_rank() is None and self.workers > 1:
@@ -40,7 +42,8 @@ class Evaluate:
         path = self._checkpoint()
         with joined_world() as world:
             config = resumed_config(self.run, self.workload, self.trust)
-            numbers = evaluate(replace(config, resume=None, data=self.data or config.data), path, world)
+            config = replace(config, resume=None, data=self.data or config.data, device=self.device)
+            numbers = evaluate(config, path, world)
         if world_rank() == 0:
             console().print(str(path), markup=False, soft_wrap=True)
             console().print(table("validation", [numbers]) if numbers else "There is nothing to validate on.")
@@ -54,5 +57,6 @@ class Evaluate:
 
     def _arguments(self) -> list[str]:
         given = {"--checkpoint": self.checkpoint, "--data": self.data, "--workload": self.workload}
+        given |= {"--device": self.device}
         flags = [word for flag, value in given.items() if value for word in (flag, value)]
         return [str(self.run), *flags, *(["--trust"] if self.trust else [])]

@@ -158,10 +158,16 @@ def beginning(start: Start) -> str:
         [
             f"{start.workload} {start.preset}, {start.parameters:,} parameters",
             start.algorithm if start.density is None else _sparse_plan(start),
-            f"{workers}, {start.epochs} epochs x {start.steps_per_epoch} steps{resumed}",
+            f"{workers}{_hardware(start)}, {start.epochs} epochs x {start.steps_per_epoch} steps{resumed}",
             str(start.run),
         ]
     )
+
+
+def _hardware(start: Start) -> str:
+    """What a rank computes on, if it is not what one would think."""
+    where = "" if start.computed_on == "cpu" else f" on {start.computed_on}"
+    return where + ("" if start.precision == "float32" else f" in {start.precision}")
 
 
 def phase_text(step: Step) -> str:
@@ -189,9 +195,18 @@ def epoch_text(entry: EpochEntry, metric: str) -> str:
         )
     if entry.skipped_steps:
         parts.append(f"{entry.skipped_steps} steps skipped: gradient not finite")
+    parts += gpu_text(entry)
     if entry.validation:
         parts.append(validation_text(entry.validation, metric))
     return " | ".join([*parts, duration_text(entry.seconds)])
+
+
+def gpu_text(entry: EpochEntry) -> list[str]:
+    """Its memory, where there is one."""
+    if entry.gpu_peak_bytes is None:
+        return []
+    words = {"allocated": entry.gpu_allocated_bytes, "peak": entry.gpu_peak_bytes, "reserved": entry.gpu_reserved_bytes}
+    return ["GPU " + ", ".join(f"{bytes_text(count or 0)} {name}" for name, count in words.items())]
 
 
 def validation_text(validation: Mapping[str, float], metric: str) -> str:
@@ -211,6 +226,9 @@ def summary_row(summary: Summary) -> dict[str, object]:
     if summary.best is not None:
         row[f"best {summary.metric}"] = summary.best
     row |= {"sent": bytes_text(summary.bytes_sent), "dense would send": bytes_text(summary.dense_bytes)}
+    for name in ("allocated", "peak", "reserved"):
+        count = getattr(summary, f"gpu_{name}_bytes")
+        row |= {} if count is None else {f"GPU memory {name}": bytes_text(count)}
     return row | {"time": duration_text(summary.wall_seconds)}
 
 

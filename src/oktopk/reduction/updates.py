@@ -200,7 +200,12 @@ class Updates:
         return self._weights[layout].arrived
 
     def resume_arrived(self, layout: Layout, arrived: Reduced | None) -> None:
-        self._weights[layout].arrived = arrived
+        """Continue with what `arrived` told when it was saved, wherever the weights are now."""
+        weights, device = self._weights[layout], self._weights[layout].shared.device
+        weights.arrived = arrived
+        if arrived is not None and isinstance(arrived.mean, Tensor):
+            sent = arrived.sent.to(device) if isinstance(arrived.sent, Tensor) else arrived.sent
+            weights.arrived = Reduced(arrived.mean.to(device), sent, arrived.stats)
 
     def _of(self, own: Gradient) -> _Weights:
         if own.layout not in self._weights:

@@ -52,6 +52,8 @@ class Totals:
     hidden: float | None  # fraction of it that the loop did not wait for
     exposed_by: str | None  # why nothing could be sent before backward was over
     memory: float | None
+    gpu_peak: float | None  # these two only where a GPU was used
+    gpu_reserved: float | None
 
     @property
     def saving(self) -> float | None:
@@ -88,7 +90,9 @@ def totals(run: Run) -> Totals:
         communication_seconds=_mean([sum(communication_seconds(step).values()) for step in run.steps if step.reduce]),
         hidden=hidden(run.steps),
         exposed_by=_exposed_by(run),
-        memory=max((step.memory_bytes for step in run.steps if step.memory_bytes is not None), default=None),
+        memory=_most(run, lambda step: step.memory_bytes),
+        gpu_peak=_most(run, lambda step: step.gpu_peak_bytes),
+        gpu_reserved=_most(run, lambda step: step.gpu_reserved_bytes),
     )
 
 
@@ -245,6 +249,10 @@ def _metric(run: Run) -> tuple[str | None, float | None, int | None, float | Non
     epochs, values = validated(run, name)
     best = min(values) if lower_is_better([run], name) else max(values)
     return name, best, epochs[values.index(best)], values[-1]
+
+
+def _most(run: Run, value: Callable[[StepLine], float | None]) -> float | None:
+    return max((known for step in run.steps if (known := value(step)) is not None), default=None)
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -18,6 +18,7 @@ from oktopk.report.figures import Figure, Section
 from oktopk.report.numbers import Totals, totals, world_size
 from oktopk.report.runs import Run
 
+_USUAL = (None, "cpu", "float32")
 # The page may run its own script and style and load nothing at all.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
@@ -65,6 +66,7 @@ def _chip(slot: int, run: Run, several: bool) -> str:
     words += [f"density {density}"] if isinstance(density, (int, float)) and sparse else []
     words += [f"wire {wire}"] if isinstance(wire := run.setting("wire"), str) and sparse else []
     words += [f"{world} workers"] if world else []
+    words += [str(where) for where in (run.setting("computed_on"), run.setting("precision")) if where not in _USUAL]
     dot = f'<i class="dot" style="background:var(--c{slot % SERIES})"></i>' if several else ""
     name = f"<b>{escape(run.name)}</b> " if several else ""
     return f"<li>{dot}{name}{escape(' · '.join(words))}</li>" if words or several else ""
@@ -129,6 +131,9 @@ def _cards(run: Totals) -> Iterator[Card]:
         yield Card("Hidden communication", say(run.hidden, "share"), note)
     if run.memory is not None:
         yield Card("Peak memory", say(run.memory, "bytes"), "rank 0")
+    if run.gpu_peak is not None:
+        note = _note("rank 0; {} reserved", run.gpu_reserved, lambda value: say(value, "bytes"))
+        yield Card("Peak GPU memory", say(run.gpu_peak, "bytes"), note)
 
 
 def _note(words: str, value: float | None, said: Callable[[float], str]) -> str:
@@ -148,7 +153,7 @@ class Column:
 def _comparison(runs: Sequence[Run], found: Sequence[Totals]) -> str:
     judged = next((one for one in found if one.metric), None)
     dense = next((one for one in found if one.steps and not one.sparse_steps), None)
-    columns = [*_columns(judged, dense)]
+    columns = [*_columns(judged, dense, any(one.gpu_peak is not None for one in found))]
     head = "".join(f"<th>{escape(column.name)}</th>" for column in columns)
     rows = "".join(
         f'<tr><th scope="row"><i class="dot" style="background:var(--c{slot % SERIES})"></i>'
@@ -163,7 +168,7 @@ def _comparison(runs: Sequence[Run], found: Sequence[Totals]) -> str:
     )
 
 
-def _columns(judged: Totals | None, dense: Totals | None) -> Iterator[Column]:
+def _columns(judged: Totals | None, dense: Totals | None, with_gpu: bool) -> Iterator[Column]:
     yield Column("steps", lambda run: run.steps or None, plain)
     yield Column("final loss", lambda run: run.loss, plain, min)
     if judged:
@@ -179,6 +184,8 @@ def _columns(judged: Totals | None, dense: Totals | None) -> Iterator[Column]:
     if dense is not None and dense.wall and dense.steps:
         pace = dense.wall / dense.steps
         yield Column("speed-up", lambda run: pace * run.steps / run.wall if run.wall else None, _times, max)
+    if with_gpu:
+        yield Column("peak GPU memory", lambda run: run.gpu_peak, lambda value: say(value, "bytes"), min)
 
 
 def _times(value: float) -> str:

@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 from oktopk.errors import DataError, nearest
 from oktopk.metrics import StepRecord
 
+GPU_MEMORY = ("gpu_allocated_bytes", "gpu_peak_bytes", "gpu_reserved_bytes")
+
 
 @dataclass(frozen=True)
 class StepLine:
@@ -23,6 +25,9 @@ class StepLine:
     lr: float | None = None
     wall_seconds: float | None = None
     memory_bytes: float | None = None
+    gpu_allocated_bytes: float | None = None  # these three only where a GPU was used
+    gpu_peak_bytes: float | None = None
+    gpu_reserved_bytes: float | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
     reduce: StepRecord | None = None
 
@@ -178,7 +183,7 @@ def _step(record: Mapping[str, Any]) -> StepLine:
         epoch=int(record.get("epoch", 0)),
         seconds=_numbers(record.get("seconds")),
         reduce=StepRecord.from_json(record["reduce"]) if record.get("reduce") else None,
-        **{name: number(record.get(name)) for name in ("loss", "lr", "wall_seconds", "memory_bytes")},
+        **{name: number(record.get(name)) for name in ("loss", "lr", "wall_seconds", "memory_bytes", *GPU_MEMORY)},
     )
 
 

@@ -53,7 +53,8 @@ class Analyzer:
         """Remember what goes into the reduction: gradients times `clip`, and residuals, which come in `unit`s."""
         gradient = self._gradient() * clip
         owed = [residuals.get(name, torch.zeros_like(p)).reshape(-1) for name, p in self._parameters]
-        self._mine = gradient + torch.cat(owed).to(gradient.dtype) / unit
+        # After a resume, residuals are still on the host.
+        self._mine = gradient + torch.cat(owed).to(gradient.device, gradient.dtype) / unit
         self._mean_gradient, self._mean_input = gradient.clone(), self._mine.clone()
         self._world.average_([self._mean_gradient, self._mean_input])
 
@@ -86,7 +87,7 @@ class Analyzer:
 
 def largest(vector: Tensor, k: int) -> Tensor:
     """Mask of the k entries of largest magnitude."""
-    mask = torch.zeros(vector.numel(), dtype=torch.bool)
+    mask = torch.zeros(vector.numel(), dtype=torch.bool, device=vector.device)
     mask[vector.abs().topk(min(k, vector.numel())).indices] = True
     return mask
 
@@ -106,6 +107,7 @@ def magnitude_edges(vector: Tensor) -> list[float]:
 
 
 def histogram(vector: Tensor, edges: Sequence[float]) -> Histogram:
-    places = torch.bucketize(vector.abs().double(), torch.tensor(edges, dtype=torch.float64)) - 1
+    borders = torch.tensor(edges, dtype=torch.float64, device=vector.device)
+    places = torch.bucketize(vector.abs().double(), borders) - 1
     counts = torch.bincount(places.clamp(0, len(edges) - 2), minlength=len(edges) - 1)
-    return Histogram(list(edges), [int(count) for count in counts])
+    return Histogram(list(edges), [int(count) for count in counts.tolist()])

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from oktopk.config import UPDATES_ALGORITHM, Density, require_density, update_defaults
 from oktopk.errors import ConfigError
+from oktopk.training.devices import DeviceName, Precision
 from oktopk.workloads.base import Recipe
 
 _BUCKET_MB, _BUCKET_MB_WITHOUT_OVERLAP = 25.0, 256.0
@@ -26,6 +27,8 @@ class TrainConfig:
     preset: str | None = None  # size of the model and its recipe; None: the workload's first
     data: str | None = None  # folder or manifest of the corpus; None: the one that comes with the workload
     workers: int = 1  # processes to start on this machine; ignored under torchrun, mpirun or srun
+    device: DeviceName = "auto"  # cpu, or cuda: one GPU for each worker of a host; auto: GPUs where there are any
+    precision: Precision = "float32"  # of forward and backward; weights stay float32; float16 scales the loss
 
     algorithm: str | None = None  # dense, topka, topkdsa, gtopk, gaussiank, randomk, oktopk, auto; None: oktopk, or
     # randomk for updates
@@ -102,6 +105,8 @@ class TrainConfig:
             raise ConfigError(f"bucket_mb must be above 0, got {self.bucket_mb}.")
         if self.analyze_every and self.norm_clip_after:
             raise ConfigError("analyze_every looks at means as they were reduced, and norm_clip_after changes them.")
+        if self.analyze_every and self.precision == "float16":
+            raise ConfigError("analyze_every looks at gradients, which float16 scales: use precision bfloat16.")
 
     def _check_reduce(self, reduce: str) -> None:
         if reduce == "gradients":
@@ -112,6 +117,11 @@ class TrainConfig:
             if getattr(self, name):
                 flag = name.replace("_", "-")
                 raise ConfigError(f"--{flag} is about gradients on their way, and with --reduce updates none travel.")
+
+    @property
+    def nonfinite_policy(self) -> Literal["raise", "skip"]:
+        """With float16 gradients overflow now and then: that tells the scaler to scale less."""
+        return "skip" if self.precision == "float16" else self.on_nonfinite
 
     def recipe(self, base: Recipe, world_size: int = 1) -> Recipe:
         """The preset's recipe with what the user said in its place.
@@ -150,6 +160,7 @@ class TrainConfig:
         decided = {
             "norm_clip": recipe.norm_clip or 0.0,
             "bucket_mb": self.bucket_mb_for(recipe),
+            "on_nonfinite": self.nonfinite_policy,
         }
         return replace(self, **asdict(recipe) | decided)
 

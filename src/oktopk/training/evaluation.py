@@ -9,16 +9,18 @@ from torch import nn
 from oktopk.checkpoint import read_rank
 from oktopk.training.checkpoint import require_model
 from oktopk.training.config import TrainConfig
+from oktopk.training.devices import HOST, Place, find_place
 from oktopk.training.workload import make_workload
 from oktopk.training.world import World
 from oktopk.workloads.base import Workload
 
 
-def validate(model: nn.Module, workload: Workload, world: World) -> dict[str, float]:
+def validate(model: nn.Module, workload: Workload, world: World, place: Place = HOST) -> dict[str, float]:
     """Evaluate on all ranks together and add up."""
     was_training = model.training
     model.eval()
-    totals = world.together(lambda: workload.evaluate(model, world.rank, world.world_size))
+    with place.autocast():
+        totals = world.together(lambda: workload.evaluate(model, world.rank, world.world_size))
     model.train(was_training)
     shares = world.share(totals)
     names = dict.fromkeys(name for share in shares for name in share)
@@ -28,9 +30,10 @@ def validate(model: nn.Module, workload: Workload, world: World) -> dict[str, fl
 def evaluate(config: TrainConfig, checkpoint: Path, world: World) -> dict[str, float]:
     """The validation numbers of a checkpoint, its set dealt out over the ranks of `world`."""
     workload = world.local_first(lambda: make_workload(config))
-    model = workload.model()
+    place = world.together(lambda: find_place(config.device, world.local_rank, config.precision))
+    model = workload.model().to(place.device)
     saved = world.together(lambda: read_rank(checkpoint))
     made = f"{saved['about']['workload']}, preset {saved['about']['preset']}"
     world.together(lambda: require_model(saved["model"], model.state_dict(), made))
     model.load_state_dict(saved["model"])
-    return validate(model, workload, world)
+    return validate(model, workload, world, place)

@@ -7,13 +7,14 @@ when a step is over its records are there: draining waits for nothing and finds 
 from __future__ import annotations
 
 import resource
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from time import perf_counter
 from typing import Any
 
 from oktopk.metrics import MemorySink, StepRecord, merge
+from oktopk.training.devices import GpuMemory
 from oktopk.training.world import World
 
 LOOP_PHASES = ("data", "forward", "backward", "wait", "optimizer")
@@ -31,6 +32,7 @@ class StepEntry:
     memory_bytes: int  # peak resident memory of rank 0
     seconds: Mapping[str, float]
     reduce: StepRecord | None  # None: nothing was sent, as between synchronisations of updates
+    gpu: GpuMemory = field(default_factory=GpuMemory)  # of rank 0
 
     def to_json(self) -> dict[str, Any]:
         seconds = {name: self.seconds.get(name, 0.0) for name in LOOP_PHASES}
@@ -41,6 +43,7 @@ class StepEntry:
             "lr": self.lr,
             "wall_seconds": self.wall_seconds,
             "memory_bytes": self.memory_bytes,
+            **self.gpu.known(),
             "seconds": seconds,
         }
         if self.reduce is None:
@@ -51,7 +54,10 @@ class StepEntry:
     def from_json(row: Mapping[str, Any]) -> StepEntry:
         # A loss that was not finite is absent from the file.
         reduce = StepRecord.from_json(row["reduce"]) if "reduce" in row else None
-        return StepEntry(**{"loss": float("nan"), **row, "reduce": reduce})
+        names = {f.name for f in fields(GpuMemory)}
+        gpu = GpuMemory(**{name: row[name] for name in names & row.keys()})
+        rest = {name: value for name, value in row.items() if name not in names}
+        return StepEntry(**{"loss": float("nan"), **rest, "reduce": reduce, "gpu": gpu})
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,9 @@ class EpochEntry:
     bytes_per_step: float | None = None  # sent by rank 0, over all steps
     sparse_bytes_per_step: float | None = None
     dense_bytes_per_step: float | None = None  # what a dense all-reduce sends
+    gpu_allocated_bytes: int | None = None  # these three: of rank 0, at the end; see `GpuMemory`
+    gpu_peak_bytes: int | None = None
+    gpu_reserved_bytes: int | None = None
     validation: Mapping[str, float] | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -101,13 +110,14 @@ class Stopwatch:
 class Journal:
     """Collects the steps of this rank until they are drained."""
 
-    def __init__(self) -> None:
+    def __init__(self, gpu_memory: Callable[[], GpuMemory] = GpuMemory) -> None:
         self.sink = MemorySink()
+        self._gpu_memory = gpu_memory
         self._noted: list[dict[str, Any]] = []
 
     def note(self, **values: Any) -> None:
         """The loop's numbers of one step."""
-        self._noted.append(values | {"memory_bytes": peak_memory()})
+        self._noted.append(values | {"memory_bytes": peak_memory(), "gpu": self._gpu_memory()})
 
     def drain(self, world: World) -> list[StepEntry]:
         """All steps since the last call, with the loss averaged over ranks. Every rank calls this together."""
@@ -122,6 +132,7 @@ def summarize_epoch(epoch: int, entries: Sequence[StepEntry], seconds: float, wa
     """The epoch's numbers from those of its steps; dense steps count with everything they sent."""
     records = [entry.reduce for entry in entries if entry.reduce is not None]
     sparse = [record for record in records if record.phase == "sparse"]
+    gpu = entries[-1].gpu if entries else GpuMemory()
     return EpochEntry(
         epoch=epoch,
         steps=len(entries),
@@ -137,6 +148,9 @@ def summarize_epoch(epoch: int, entries: Sequence[StepEntry], seconds: float, wa
         bytes_per_step=sum(record.bytes_sent for record in records) / len(entries) if entries else None,
         sparse_bytes_per_step=mean([record.bytes_sent for record in sparse]),
         dense_bytes_per_step=mean([record.dense_bytes for record in records]),
+        gpu_allocated_bytes=gpu.gpu_allocated_bytes,
+        gpu_peak_bytes=gpu.gpu_peak_bytes,
+        gpu_reserved_bytes=gpu.gpu_reserved_bytes,
     )
 
 

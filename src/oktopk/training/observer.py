@@ -29,6 +29,8 @@ class Start:
     epoch: int
     metric: str
     notices: tuple[str, ...]  # of the workload
+    computed_on: str = "cpu"  # or the name of the GPU of rank 0
+    precision: str = "float32"
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,9 @@ class Summary:
     best: float | None
     stopped_by: str | None  # a signal, early stop or the limit of steps; None: it ran to its end
     notice: str | None  # what a reader of the numbers must know
+    gpu_allocated_bytes: int | None = None  # these three: of rank 0, at the end; see `GpuMemory`
+    gpu_peak_bytes: int | None = None
+    gpu_reserved_bytes: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         values = {name: value for name, value in vars(self).items() if value is not None}

@@ -25,15 +25,20 @@ def seed_rank(seed: int, rank: int, step: int = 0) -> None:
 def random_state() -> dict[str, Any]:
     """State of every generator a workload may draw from."""
     kind, keys, position, has_gauss, cached = np.random.get_state()
+    gpu = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {}
     return {
         "torch": torch.get_rng_state(),
+        **gpu,
         "python": random.getstate(),
         "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached),
     }
 
 
 def restore_random_state(state: Mapping[str, Any]) -> None:
+    """Continue where they were. A GPU that a run comes to, or leaves, has numbers of its own."""
     torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(state["cuda"])
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     kind, keys, position, has_gauss, cached = state["numpy"]

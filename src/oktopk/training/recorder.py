@@ -10,6 +10,7 @@ from typing import TypeVar
 from oktopk.training.analysis import Analysis
 from oktopk.training.checkpoint import Position
 from oktopk.training.config import TrainConfig
+from oktopk.training.devices import GpuMemory
 from oktopk.training.journal import EpochEntry, Journal, StepEntry, summarize_epoch
 from oktopk.training.observer import Summary
 from oktopk.training.run_directory import ANALYSIS, EPOCHS, STEPS, RunDirectory
@@ -31,6 +32,7 @@ class Recorder:
         self._steps = self._sparse_steps = self._local_steps = self._bytes_sent = self._dense_bytes = 0
         self._train_loss: float | None = None
         self._validation: Mapping[str, float] | None = None
+        self._gpu = GpuMemory()
 
     def open(self, config: TrainConfig, directory: RunDirectory, at: Position) -> None:
         """Begin, or continue after what a resumed run had written until its checkpoint."""
@@ -46,7 +48,7 @@ class Recorder:
         self._entries += entries
         self._as_first(lambda: self._directory.append_steps([entry.to_json() for entry in entries]))
         for entry in entries:
-            self._track({"train/loss": entry.loss, "train/lr": entry.lr}, entry.step)
+            self._track({"train/loss": entry.loss, "train/lr": entry.lr, **entry.gpu.known()}, entry.step)
             if entry.reduce is not None:
                 self._track({f"reduce/{name}": getattr(entry.reduce, name) for name in _TRACKED}, entry.step)
 
@@ -74,6 +76,7 @@ class Recorder:
             local_steps=self._local_steps,
             bytes_sent=self._bytes_sent, dense_bytes=self._dense_bytes, train_loss=self._train_loss,
             validation=self._validation, metric=metric.name, best=at.best, stopped_by=stopped_by, notice=notice,
+            **self._gpu.known(),
         )  # fmt: skip
         self._as_first(lambda: self._directory.write_summary(summary.to_json()))
         shared = self._world.announce(summary.to_json())
@@ -108,6 +111,7 @@ class Recorder:
     def _count(self, entries: list[StepEntry]) -> None:
         records = [entry.reduce for entry in entries if entry.reduce is not None]
         self._steps += len(entries)
+        self._gpu = entries[-1].gpu if entries else self._gpu
         self._local_steps += len(entries) - len(records)
         self._sparse_steps += sum(record.phase == "sparse" for record in records)
         self._bytes_sent += sum(record.bytes_sent for record in records)

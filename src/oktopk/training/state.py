@@ -68,6 +68,7 @@ class State:
             "workload": self.workload.state_dict(),
             "buffers": dict(self.model.named_buffers()),
             "random": random_state(),
+            "scaler": self.optimizer.scaler.state_dict() if self.optimizer.scaler is not None else {},
             SYNCHRONISATION: self.optimizer.saveable.rank_state(),
         }
 
@@ -91,9 +92,17 @@ class State:
             buffer.copy_(state["buffers"][name])
         self.optimizer.load_shared_state(state["optimizer"])
         self.optimizer.saveable.load_state_dict(state[SYNCHRONISATION])
+        self._restore_scale(state.get("scaler", {}))
         if state["random"] is not None:
             self.workload.load_state_dict(state["workload"])
             restore_random_state(state["random"])
+
+    def _restore_scale(self, saved: Mapping[str, Any]) -> None:
+        """Of the loss; a run may go on in another precision, and then what is owed comes in another unit."""
+        if self.optimizer.scaler is None:
+            self.reducer.set_gradient_scale(1.0)
+        elif saved:
+            self.optimizer.scaler.load_state_dict(dict(saved))
 
     def _shared_model(self) -> dict[str, Any]:
         """A copy of the weights that all ranks have in common."""

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
@@ -35,7 +36,14 @@ class Synchronisation(Protocol):
     @property
     def param_groups(self) -> list[dict[str, Any]]: ...
 
+    @property
+    def scaler(self) -> GradScaler | None: ...
+
     def zero_grad(self) -> None: ...
+
+    def backward(self, loss: Tensor) -> None:
+        """Of a loss that is scaled, if there is a scaler."""
+        ...
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes in this context only accumulate."""
@@ -70,6 +78,7 @@ class _Stepping:
     """What both kinds take from their optimizer."""
 
     _optimizer: Optimizer
+    scaler: GradScaler | None
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -78,13 +87,30 @@ class _Stepping:
     def zero_grad(self) -> None:
         self._optimizer.zero_grad()
 
+    def backward(self, loss: Tensor) -> None:
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+
+    def _step_scaled(self, scaler: GradScaler) -> None:
+        """Step on gradients as they are without their scale, unless they have overflowed."""
+        scaler.step(self._optimizer)
+        scaler.update()
+
 
 class ReduceGradients(_Stepping):
     """Every rank takes the same step on the mean of all gradients."""
 
     sends_every_step = True
 
-    def __init__(self, config: TrainConfig, recipe: Recipe, optimizer: Optimizer, model: nn.Module, sink: Sink) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        recipe: Recipe,
+        optimizer: Optimizer,
+        model: nn.Module,
+        sink: Sink,
+        scaler: GradScaler | None,
+    ) -> None:
+        self.scaler = scaler
         self._optimizer: DistributedOptimizer = DistributedOptimizer(
             optimizer,
             model,
@@ -94,11 +120,12 @@ class ReduceGradients(_Stepping):
             norm_clip=recipe.norm_clip or None,
             norm_clip_after=config.norm_clip_after or None,
             bucket_mb=config.bucket_mb_for(recipe),
+            scaler=scaler,
             wire=recipe.wire,
             hosts=config.hosts,
             metrics=sink,
             min_numel=config.min_numel,
-            on_nonfinite=config.on_nonfinite,
+            on_nonfinite=config.nonfinite_policy,
             momentum_correction=config.momentum_correction,
             factor_masking=config.factor_masking,
             fold_learning_rate=config.fold_learning_rate,
@@ -115,7 +142,9 @@ class ReduceGradients(_Stepping):
         self._optimizer.synchronize()
 
     def step(self) -> None:
-        if not self.reducer.last_step.skipped:
+        if self.scaler is not None:
+            self._step_scaled(self.scaler)
+        elif not self.reducer.last_step.skipped:
             self._optimizer.step()
 
     def shared(self) -> AbstractContextManager[None]:
@@ -139,7 +168,16 @@ class ReduceUpdates(_Stepping):
 
     sends_every_step = False  # not between synchronisations
 
-    def __init__(self, config: TrainConfig, recipe: Recipe, optimizer: Optimizer, model: nn.Module, sink: Sink) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        recipe: Recipe,
+        optimizer: Optimizer,
+        model: nn.Module,
+        sink: Sink,
+        scaler: GradScaler | None,
+    ) -> None:
+        self.scaler = scaler
         self._optimizer, self._model, self._norm_clip = optimizer, model, recipe.norm_clip
         self._handle = local_steps(
             model,
@@ -148,10 +186,11 @@ class ReduceUpdates(_Stepping):
             recipe.wire,
             config.every,
             algorithm=recipe.algorithm,
+            scaler=scaler,
             warmup_steps=recipe.warmup_steps,
             metrics=sink,
             min_numel=config.min_numel,
-            on_nonfinite=config.on_nonfinite,
+            on_nonfinite=config.nonfinite_policy,
             **config.algorithm_options,
         )
         self.reducer: Reducer = self._handle.reducer
@@ -163,10 +202,15 @@ class ReduceUpdates(_Stepping):
     def synchronize(self) -> None:
         """Gradients are this rank's own, and so is their limit."""
         if self._norm_clip:
+            if self.scaler is not None:
+                self.scaler.unscale_(self._optimizer)
             clip_grad_norm_(self._model.parameters(), self._norm_clip)
 
     def step(self) -> None:
-        self._optimizer.step()
+        if self.scaler is not None:
+            self._step_scaled(self.scaler)
+        else:
+            self._optimizer.step()
 
     def shared(self) -> AbstractContextManager[None]:
         return self._handle.shared()
@@ -185,8 +229,13 @@ class ReduceUpdates(_Stepping):
 
 
 def make_synchronisation(
-    config: TrainConfig, recipe: Recipe, optimizer: Optimizer, model: nn.Module, sink: Sink
+    config: TrainConfig,
+    recipe: Recipe,
+    optimizer: Optimizer,
+    model: nn.Module,
+    sink: Sink,
+    scaler: GradScaler | None = None,
 ) -> Synchronisation:
     """As the configuration says; every rank starts from the weights of rank 0."""
     kind = ReduceUpdates if recipe.reduce == "updates" else ReduceGradients
-    return kind(config, recipe, optimizer, model, sink)
+    return kind(config, recipe, optimizer, model, sink, scaler)

@@ -12,6 +12,7 @@ from time import perf_counter
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
 from oktopk.errors import ConfigError, DataError
 from oktopk.front_ends.clipping import NormClip
@@ -19,6 +20,7 @@ from oktopk.training.algorithms import has_sparse_steps
 from oktopk.training.analysis import Analyzer
 from oktopk.training.checkpoint import Checkpoints, Position, find_checkpoint
 from oktopk.training.config import TrainConfig
+from oktopk.training.devices import allow_determinism, find_place
 from oktopk.training.evaluation import validate
 from oktopk.training.interrupts import Interrupts
 from oktopk.training.journal import Journal, Stopwatch
@@ -45,6 +47,8 @@ def train(config: TrainConfig, world: World, observer: Observer | None = None) -
     With `config.resume` the run continues from that checkpoint; `resumed_config` gives the configuration it had.
     """
     torch.use_deterministic_algorithms(config.deterministic)
+    if config.deterministic:
+        allow_determinism()
     seed_all(config.seed)
     watcher = observer if observer and world.is_first else Observer()
     workload = world.local_first(lambda: make_workload(config, watcher.preparing))
@@ -80,13 +84,16 @@ class Trainer:
     def __init__(self, config: TrainConfig, workload: Workload, world: World, observer: Observer) -> None:
         self.config, self.workload, self.world, self.observer = config, workload, world, observer
         self.recipe = config.recipe(workload.recipe, world.world_size)
-        self.model = workload.model()
+        self.place = world.together(lambda: find_place(config.device, world.local_rank, config.precision))
+        self.model = workload.model().to(self.place.device)
         self.batches_per_epoch = world.together(lambda: workload.steps_per_epoch(world.world_size))
         self.steps_per_epoch = -(-self.batches_per_epoch // config.accumulate)
-        self.journal, self.stopwatch = Journal(), Stopwatch()
+        self.journal, self.stopwatch = Journal(self.place.memory), Stopwatch()
         self.recorder = Recorder(world, self.journal)
         optimizer = make_optimizer(self.recipe, self.model.parameters())
-        self.optimizer = make_synchronisation(config, self.recipe, optimizer, self.model, self.journal.sink)
+        self.optimizer = make_synchronisation(
+            config, self.recipe, optimizer, self.model, self.journal.sink, self.place.make_scaler()
+        )
         self.reducer = self.optimizer.reducer
         self.analyzer = Analyzer(world, self.model)
         self.state = State(self.model, self.optimizer, workload, world, self.batches_per_epoch)
@@ -170,24 +177,25 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.reducer.notify(interrupts.received)
-        loss = self._reduce(batches, micro_batches, lr)
+        losses = self._reduce(batches, micro_batches, lr)
         with self.stopwatch.phase("optimizer"):
             self.optimizer.step()
-        self._note(loss, lr, micro_batches)
+        # Only now: to read a loss is to wait for the device that computes it.
+        self._note(sum(float(loss) for loss in losses), lr, micro_batches)
         return self.reducer.notified
 
-    def _reduce(self, batches: Iterator[Any], micro_batches: int, lr: float) -> float:
-        """Gradients of some batches added up and reduced; their mean loss on this rank."""
+    def _reduce(self, batches: Iterator[Any], micro_batches: int, lr: float) -> list[Tensor]:
+        """Gradients of some batches added up and reduced; the share of each in their mean loss on this rank."""
         self.optimizer.zero_grad()
         if self.config.analyze_every > 0 and self.at.step % self.config.analyze_every == 0:
             return self._reduce_analyzed(batches, micro_batches, lr)
         try:
-            loss = self._accumulate(batches, micro_batches)
+            losses = self._accumulate(batches, micro_batches)
         except Exception as error:
             self._end_together(error)
         with self.stopwatch.phase("wait"):
             self.optimizer.synchronize()
-        return loss
+        return losses
 
     def _end_together(self, error: Exception) -> NoReturn:
         """Raise `error`, and see that the other ranks hear of it where they next meet this one."""
@@ -201,37 +209,37 @@ class Trainer:
         self.world.abort(error, self.at.step)
         self.reducer.communicate(fail)
 
-    def _reduce_analyzed(self, batches: Iterator[Any], micro_batches: int, lr: float) -> float:
+    def _reduce_analyzed(self, batches: Iterator[Any], micro_batches: int, lr: float) -> list[Tensor]:
         """As `_reduce`, but all ranks look at their gradients before anything is sent."""
         with self.optimizer.no_sync():
-            loss = self.world.together(lambda: self._accumulate(batches, micro_batches))
+            losses = self.world.together(lambda: self._accumulate(batches, micro_batches))
         self.analyzer.before(self.reducer.residuals(), self._clip_factor(), lr if self.config.fold_learning_rate else 1)
         with self.stopwatch.phase("wait"):
             self.optimizer.synchronize()
         self.recorder.write_analysis(self.analyzer.after(self.at.step, self.reducer.last_step.k))
-        return loss
+        return losses
 
-    def _accumulate(self, batches: Iterator[Any], micro_batches: int) -> float:
+    def _accumulate(self, batches: Iterator[Any], micro_batches: int) -> list[Tensor]:
         """Gradients of some batches added up; those of the last are sent as they become ready."""
-        loss = 0.0
+        losses = []
         for left in reversed(range(micro_batches)):
             with self.optimizer.no_sync() if left else nullcontext():
-                loss += self._backward(batches, micro_batches)
-        return loss
+                losses.append(self._backward(batches, micro_batches))
+        return losses
 
-    def _backward(self, batches: Iterator[Any], micro_batches: int) -> float:
+    def _backward(self, batches: Iterator[Any], micro_batches: int) -> Tensor:
         with self.stopwatch.phase("data"):
-            batch = next(batches, None)
+            batch = self.place.take(next(batches, None))
         if batch is None:
             raise DataError(
                 f"workload {self.workload.name} promised {self.batches_per_epoch} batches per epoch and rank "
                 f"{self.world.rank} ran out of them: its steps_per_epoch and batches disagree."
             )
-        with self.stopwatch.phase("forward"):
+        with self.stopwatch.phase("forward"), self.place.autocast():
             loss = self.workload.loss(self.model, batch) / micro_batches
         with self.stopwatch.phase("backward"):
-            loss.backward()
-        return float(loss.detach())
+            self.optimizer.backward(loss)
+        return loss.detach()
 
     def _clip_factor(self) -> float:
         """What gradients are multiplied with before they are sent."""
@@ -266,7 +274,7 @@ class Trainer:
         """The numbers of all ranks' shares together, and whether they are the best so far."""
         self.observer.validating(self.at.epoch)
         with self.optimizer.shared():
-            numbers = validate(self.model, self.workload, self.world)
+            numbers = validate(self.model, self.workload, self.world, self.place)
         value = numbers.get(self.workload.metric.name)
         is_best = value is not None and self._is_better(value)
         best, stale = (value, 0) if is_best else (self.at.best, self.at.stale + 1)
@@ -301,6 +309,7 @@ class Trainer:
             "parameters": self._parameters(),
             "steps_per_epoch": self.steps_per_epoch,
             "torch": torch.__version__,
+            "computed_on": self.place.name,
         }
 
     def _start_event(self) -> Start:
@@ -310,6 +319,7 @@ class Trainer:
             warmup_steps=self.recipe.warmup_steps, world_size=self.world.world_size, epochs=self.recipe.epochs,
             steps_per_epoch=self.steps_per_epoch, step=self.at.step, epoch=self.at.epoch,
             metric=self.workload.metric.name, notices=tuple(self.workload.notices),
+            computed_on=self.place.name, precision=self.config.precision,
         )  # fmt: skip
 
     def _density(self) -> float | None:

@@ -74,14 +74,18 @@ class Workload(Protocol):
         ...
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """Mean loss of a batch, ready for backward."""
+        """Mean loss of a batch, ready for backward. The tensors of the batch are on the model's device.
+
+        The trainer puts them there if the batch is a tensor, a dataclass, a tuple, a list or a mapping of them.
+        """
         ...
 
     def evaluate(self, model: nn.Module, rank: int, world_size: int) -> dict[str, float]:
         """Sums over this rank's share of the validation set; the trainer adds them up over ranks.
 
         `model` is the bare module, not a wrapper that would communicate: shares may differ in length. Its weights and
-        buffers are the same on every rank. Afterwards it is back in the mode (train or eval) it came in.
+        buffers are the same on every rank; inputs must go to their device. Afterwards it is back in the mode (train or
+        eval) it came in.
         """
         ...
 

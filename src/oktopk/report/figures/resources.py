@@ -41,6 +41,18 @@ def resources(runs: Sequence[Run]) -> Iterator[Figure]:
         Axis("peak memory", "bytes", zero=True),
         [*per_run(runs, "peak memory", lambda step: step.memory_bytes)],
     )
+    if any(step.gpu_peak_bytes is not None for run in runs for step in run.steps):
+        yield _gpu_memory(runs)
+
+
+def _gpu_memory(runs: Sequence[Run]) -> Figure:
+    series = [
+        *per_run(runs, "peak", lambda step: step.gpu_peak_bytes),
+        *per_run(runs, "allocated", lambda step: step.gpu_allocated_bytes, style="dashed", second=1),
+        *(per_run(runs, "reserved", lambda step: step.gpu_reserved_bytes, second=2) if len(runs) == 1 else ()),
+    ]
+    caption = "What tensors took of rank 0's GPU at most and after each step, and what torch holds to hand out again."
+    return line_figure("gpu-memory", "GPU memory", caption, Axis("step"), Axis("memory", "bytes", zero=True), series)
 
 
 def _stack(
