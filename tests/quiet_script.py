@@ -37,6 +37,13 @@ def settled() -> int:
 
 def rank(number: int, port: int, kind: str, meet: Any, answers: Any) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(number), "WORLD_SIZE": "2"}
+    # As torchrun does: Lightning would start workers of its own.
+    os.environ |= {
+        "LOCAL_RANK": str(number),
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "0",
+        "TORCHELASTIC_RUN_ID": "quiet",
+    }
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -46,6 +53,10 @@ def rank(number: int, port: int, kind: str, meet: Any, answers: Any) -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    if kind in ("accelerate", "transformers", "lightning"):
+        answers.put((number, in_framework(kind, meet), 0.0, ""))
+        dist.destroy_process_group()
+        return
     torch.manual_seed(number)
     model: nn.Module = nn.Sequential(nn.Linear(50, 60), nn.BatchNorm1d(60), nn.ReLU(), nn.Linear(60, 3))
     options = {"ddp": {}, "static": {"static_graph": True}, "unused": {"find_unused_parameters": True}}
@@ -80,6 +91,21 @@ def rank(number: int, port: int, kind: str, meet: Any, answers: Any) -> None:
     handle.close()
     model(torch.randn(BATCH, 50)).sum().backward()  # plain DDP goes on
     dist.destroy_process_group()
+
+
+def in_framework(kind: str, meet: Any) -> list[int]:
+    import integration_updates as trainings
+
+    seen: list[int] = []
+
+    def look() -> None:
+        meet.wait(60)
+        seen.append(settled())
+        meet.wait(60)
+
+    options = {**trainings.OPTIONS, "every": EVERY}
+    getattr(trainings, kind)("", False, trainings.Watch(look), options)
+    return seen
 
 
 def main(kind: str) -> None:

@@ -84,6 +84,28 @@ def test_a_resumed_training_ends_where_the_straight_one_does(framework: str, tmp
         assert world[0]["kept"] == ["step=8.ckpt", "step=8.ckpt.oktopk"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("framework", ["accelerate", "transformers", "lightning"])
+def test_local_steps_resume_exactly_and_what_is_evaluated_and_saved_is_what_all_ranks_share(
+    framework: str, tmp_path: Path
+) -> None:
+    pytest.importorskip(framework)
+    import integration_updates as cases
+
+    world = run_processes(2, cases.run_both, str(tmp_path), framework, timeout=400)
+    for rank in world:
+        straight, resumed = rank["straight"], rank["resumed"]
+        assert (straight["step"], resumed["step"]) == (cases.STEPS, cases.STEPS)
+        assert torch.equal(straight["own"], resumed["own"]) and torch.equal(straight["moments"], resumed["moments"])
+        assert torch.equal(straight["shared"][-1], resumed["shared"][-1])
+        assert torch.equal(straight["saved"], straight["shared"][cases.HALF - 1])
+        if framework != "accelerate":  # there the user evaluates
+            assert torch.equal(straight["evaluated"][0], straight["shared"][cases.HALF - 1])
+            assert torch.equal(straight["end"], world[0]["straight"]["end"]), "all ranks end with the same weights"
+    assert all(torch.equal(a, b) for a, b in zip(*(rank["straight"]["shared"] for rank in world), strict=True))
+    assert not torch.equal(world[0]["straight"]["own"], world[1]["straight"]["own"]), "each rank has its own"
+
+
 def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert (one["step"], one["phase"]) == (other["step"], other["phase"])
     assert all(torch.equal(a, b) for a, b in zip(one["weights"], other["weights"], strict=True))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parent / "quiet_script.py"
-SLOW = ["plain", "static", "unused", "ddp compiled"]
+SLOW = ["plain", "static", "unused", "ddp compiled", "accelerate", "transformers", "lightning"]
 
 
 def _obstacle() -> str:
@@ -31,7 +31,8 @@ def test_between_synchronisations_not_one_byte_moves(kind: str) -> None:
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
     found = json.loads(ran.stdout.splitlines()[-1])
-    assert not any(found["quiet"])
+    # Lightning asks at every step whether a rank was told to end.
+    assert max(found["quiet"]) <= (500 if kind == "lightning" else 0)
     assert all(found["loud"]), "and at a synchronisation some do"
     assert found["copied"], "a copy of the module is plain DDP, which reduces gradients"
     assert found["equal"], "weights and buffers end the same"

@@ -138,7 +138,7 @@ class LocalSteps:
         self._undo = list(self._attach(scaler, ddp))
         self._written = self._weights.written()
 
-    def _attach(self, scaler: Any, ddp: DistributedDataParallel | None) -> Iterator[Callable[[], None]]:
+    def _attach(self, scaler: Any, ddp: DistributedDataParallel | None) -> Iterator[Callable[[], object]]:
         """Hook into the training loop; how to undo that."""
         for optimizer in self._optimizers:
             yield optimizer.register_step_pre_hook(self._before_step).remove
@@ -152,7 +152,7 @@ class LocalSteps:
     def world_size(self) -> int:
         return self.reducer.world_size
 
-    def on_close(self, undo: Callable[[], None]) -> None:
+    def on_close(self, undo: Callable[[], object]) -> None:
         """Say what else closing must undo; the latest is undone first."""
         self._undo.append(undo)
 

@@ -6,6 +6,7 @@ from datetime import timedelta
 from typing import Any, Literal
 
 from oktopk.config import Density, Options
+from oktopk.front_ends.every import Every
 from oktopk.metrics import Sink
 from oktopk.reduction.hosts import HostsOption
 
@@ -35,6 +36,16 @@ class LocalOptions(_ReducerOptions, total=False):
 
     group: Any  # as in FrontEndOptions
     warmup_steps: int  # dense synchronisations at the beginning, counted in optimizer steps
+
+
+class LocalStepsOptions(LocalOptions, total=False):
+    """Options of `local_steps`, for those who pass them on."""
+
+    algorithm: str
+    density: Density | None
+    wire: str | None
+    every: Every
+    overlap: bool
 
 
 class RegisterOptions(FrontEndOptions, total=False):

@@ -9,14 +9,23 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from oktopk.integrations.accelerate import register_accelerate
-    from oktopk.integrations.lightning import LightningCallback
-    from oktopk.integrations.transformers import TransformersCallback
+    from oktopk.integrations.accelerate import local_steps_accelerate, register_accelerate
+    from oktopk.integrations.lightning import LightningCallback, LightningLocalSteps
+    from oktopk.integrations.transformers import TransformersCallback, TransformersLocalSteps
 
-__all__ = ["LightningCallback", "TransformersCallback", "register_accelerate"]
+__all__ = [
+    "LightningCallback",
+    "LightningLocalSteps",
+    "TransformersCallback",
+    "TransformersLocalSteps",
+    "local_steps_accelerate",
+    "register_accelerate",
+]
 
 _ROOM_OF = {
-    "LightningCallback": "lightning", "TransformersCallback": "transformers", "register_accelerate": "accelerate",
+    "LightningCallback": "lightning", "LightningLocalSteps": "lightning",
+    "TransformersCallback": "transformers", "TransformersLocalSteps": "transformers",
+    "local_steps_accelerate": "accelerate", "register_accelerate": "accelerate",
 }  # fmt: skip
 
 

@@ -113,6 +113,10 @@ class TrainConfig:
             if self.every != 1:
                 raise ConfigError(f"every is for --reduce updates, got {self.every}: gradients travel at every step.")
             return
+        if self.hosts not in ("auto", 1):
+            raise ConfigError(
+                f"--hosts {self.hosts} sums gradients inside a host, and with --reduce updates none travel."
+            )
         for name in ("momentum_correction", "factor_masking", "fold_learning_rate", "norm_clip_after", "analyze_every"):
             if getattr(self, name):
                 flag = name.replace("_", "-")
