@@ -21,6 +21,7 @@ from oktopk.bench.planner import (
 )
 from oktopk.bench.result_file import Header, read_results, write_results
 from oktopk.bench.step import StepResult
+from oktopk.bench.update_advice import advise_updates, recommend_updates
 from oktopk.bench.validate import compare
 from oktopk.cli import main
 from oktopk.config import WIRES
@@ -206,3 +207,20 @@ def _header() -> Header:
 
 def _result(contender: str, seconds: float) -> StepResult:
     return StepResult(contender, seconds, seconds, seconds, 3, 1, 1, {}, 27_570_000, 0.01, 25 << 20, 0.05, 0.2)
+
+
+def test_updates_are_synchronised_so_rarely_that_it_takes_a_tenth_of_the_time() -> None:
+    for scenario in (SLOW, replace(SLOW, network=Network(1e7)), replace(SLOW, network=Network(1e12))):
+        advice = advise_updates(scenario, MACHINE, "adamw")
+        share = advice.synchronising_seconds / scenario.compute_seconds
+        assert advice.every == 64 or share / advice.every <= 0.1
+        assert advice.every == 1 or share / (advice.every - 1) > 0.1
+    assert advise_updates(replace(SLOW, network=Network(1e5)), MACHINE, "adamw").every == 64
+    alone = replace(SLOW, ranks=1)
+    assert (advise_updates(alone, MACHINE, "lamb").every, advise_updates(alone, MACHINE, "lamb").speedup) == (1, 1.0)
+
+
+def test_the_rate_of_adamw_grows_with_the_root_of_the_ranks_and_that_of_lamb_does_not() -> None:
+    assert advise_updates(SLOW, MACHINE, "adamw").rate_factor == 2.0
+    assert "learning rate 2 times that of dense" in recommend_updates(SLOW, MACHINE, "adamw")
+    assert "learning rate that of dense" in recommend_updates(SLOW, MACHINE, "lamb")

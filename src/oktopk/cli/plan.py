@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from oktopk.cli.console import bytes_text, console, table
 
 if TYPE_CHECKING:
     from oktopk.bench.machine import Machine
     from oktopk.bench.planner import Prediction, Scenario
+    from oktopk.bench.update_advice import Optimizer
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Advise:
-    """Measure the link and this machine, then recommend an algorithm and a wire format.
+    """Measure the link and this machine, then recommend what to send: gradients or updates, how, and how often.
 
     Under torchrun (or mpirun, srun) it measures the network between the ranks. Started alone it measures loopback,
     or, with --network and root, an emulated network.
@@ -79,6 +80,7 @@ class Advise:
     network: str = "loopback"  # what to emulate when no launcher started this
     compute: str = "200ms"  # a step without synchronisation
     backward: str = ""  # the part of it that synchronisation can hide behind; default: half of compute
+    optimizer: Literal["sgd", "adamw", "lamb"] | None = None  # what steps the weights; None: an answer for each kind
 
     def __call__(self) -> int:
         from oktopk.bench.advise import Link, measure_here, measure_under_launcher
@@ -101,15 +103,31 @@ class Advise:
             f"measured: {network.label}/s between ranks, "
             f"{link.round_seconds * 1e6:.0f} us per round, {link.world_size} ranks"
         )
-        _print_plan(
-            Scenario(self.numel, self.density, link.world_size, self.ranks_per_host, network, compute, backward),
-            machine,
-        )
+        sizes = self.numel, self.density, link.world_size, self.ranks_per_host
+        _print_advice(Scenario(*sizes, network, compute, backward), machine, self.optimizer)
         return 0
 
 
+def _print_advice(scenario: Scenario, machine: Machine, optimizer: Optimizer | None) -> None:
+    from oktopk.bench.planner import recommend
+    from oktopk.bench.update_advice import recommend_updates
+
+    _print_predictions(scenario, machine)
+    said = [f"under sgd reduce gradients: {recommend(scenario, machine)}"] if optimizer in (None, "sgd") else []
+    kinds: list[Optimizer] = ["adamw", "lamb"] if optimizer is None else [optimizer] if optimizer != "sgd" else []
+    for sentence in [*said, *(recommend_updates(scenario, machine, kind) for kind in kinds)]:
+        console().print(sentence, markup=False, soft_wrap=True)
+
+
 def _print_plan(scenario: Scenario, machine: Machine) -> None:
-    from oktopk.bench.planner import predict_all, recommend
+    from oktopk.bench.planner import recommend
+
+    _print_predictions(scenario, machine)
+    console().print(recommend(scenario, machine), markup=False, soft_wrap=True)
+
+
+def _print_predictions(scenario: Scenario, machine: Machine) -> None:
+    from oktopk.bench.planner import predict_all
 
     predictions = predict_all(scenario, machine)
     dense = next(p for p in predictions if p.algorithm == "dense")
@@ -117,7 +135,6 @@ def _print_plan(scenario: Scenario, machine: Machine) -> None:
         f"{scenario.numel:,} parameters, density {scenario.density:g}, {scenario.ranks} ranks, {scenario.network.label}"
     )
     console().print(table(title, [_row(p, dense, scenario) for p in predictions]))
-    console().print(recommend(scenario, machine), markup=False, soft_wrap=True)
 
 
 def _row(prediction: Prediction, dense: Prediction, scenario: Scenario) -> dict[str, Any]:
