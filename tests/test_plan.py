@@ -101,8 +101,28 @@ def test_latency_costs_one_wait_per_round() -> None:
 
 def test_ranks_of_one_host_share_its_link() -> None:
     alone = predict_step(replace(SLOW, ranks=8), MACHINE, "oktopk", "float32")
-    shared = predict_step(replace(SLOW, ranks=8, ranks_per_host=4), MACHINE, "oktopk", "float32")
+    shared = predict_step(replace(SLOW, ranks=8, ranks_per_host=4, flat=True), MACHINE, "oktopk", "float32")
     assert shared.link_seconds == pytest.approx(alone.link_seconds * 4 * 4 / 7, rel=0.01)
+
+
+@pytest.mark.parametrize("algorithm", ["topka", "gtopk", "randomk", "oktopk"])
+def test_a_host_of_several_ranks_sends_what_one_rank_would(algorithm: str) -> None:
+    one = predict_step(replace(SLOW, ranks=2), MACHINE, algorithm, "float32")
+    four = predict_step(replace(SLOW, ranks=8, ranks_per_host=4), MACHINE, algorithm, "float32")
+    more = 0.12 if algorithm == "oktopk" else 0.02  # each part has a histogram of its own, which is no smaller
+    assert four.link_seconds == pytest.approx(one.link_seconds, rel=more)
+    assert 4 * four.bytes_per_rank == pytest.approx(one.bytes_per_rank, rel=more)
+    flat = predict_step(replace(SLOW, ranks=8, ranks_per_host=4, flat=True), MACHINE, algorithm, "float32")
+    assert four.step_seconds < flat.step_seconds
+
+
+def test_one_machine_and_dense_are_predicted_as_if_every_rank_were_for_itself() -> None:
+    for algorithm, scenario in (
+        ("oktopk", replace(SLOW, ranks=4, ranks_per_host=4)),
+        ("dense", replace(SLOW, ranks=8, ranks_per_host=4)),
+    ):
+        flat = predict_step(replace(scenario, flat=True), MACHINE, algorithm, "float32")
+        assert predict_step(scenario, MACHINE, algorithm, "float32") == flat
 
 
 def test_one_rank_has_nothing_to_synchronise() -> None:

@@ -44,6 +44,8 @@ class Machine:
     message_seconds: float  # of one message between two threads that nobody disturbs
     stack_bytes_per_second: float  # what the socket layer moves when no link limits it
     cores: int
+    hand_over_per_entry: float = 0.0  # to copy an entry for a neighbour on the same host, and to add that of another
+    fill_per_entry: float = 0.0  # the part of `fused_per_entry` that is not shared between ranks of a host
 
     def best_with(self, other: Machine) -> Machine:
         """The better of two measurements, cost by cost: what else the machine did made the other one worse."""
@@ -54,6 +56,8 @@ class Machine:
             per_pair={wire: min(cost, other.per_pair[wire]) for wire, cost in self.per_pair.items()},
             round_seconds=min(self.round_seconds, other.round_seconds),
             message_seconds=min(self.message_seconds, other.message_seconds),
+            hand_over_per_entry=min(self.hand_over_per_entry, other.hand_over_per_entry),
+            fill_per_entry=min(self.fill_per_entry, other.fill_per_entry),
             stack_bytes_per_second=max(self.stack_bytes_per_second, other.stack_bytes_per_second),
         )
 
@@ -76,6 +80,8 @@ def measure_machine(density: float = 0.01, numel: int = SAMPLE_NUMEL) -> Machine
             message_seconds=round_trip / 2,
             stack_bytes_per_second=stack,
             cores=os.cpu_count() or 1,
+            hand_over_per_entry=_hand_over_per_entry(FUSED * numel),
+            fill_per_entry=_fill_per_entry(density, FUSED * numel),
         )
 
 
@@ -126,6 +132,25 @@ def _fused_per_entry(density: float, numel: int) -> float:
         _select_retain_fill(kernels, total, k, mean)
 
     return _best(fused) / numel
+
+
+def _hand_over_per_entry(numel: int) -> float:
+    """Seconds per entry that a rank copies for another rank of its host, and adds up of another's."""
+    grad, room, residual, total = (torch.randn(numel) for _ in range(4))
+    kernels = choose(torch.device("cpu")).kernels
+
+    def hand_over() -> None:
+        torch.cat([grad], out=room)
+        kernels.add(total, residual, [room])
+
+    return _best(hand_over) / numel
+
+
+def _fill_per_entry(density: float, numel: int) -> float:
+    grad, mean = torch.randn(numel), torch.randn(numel)
+    kernels = choose(torch.device("cpu")).kernels
+    chosen, _ = kernels.select_topk(grad, max(1, round(density * numel)))
+    return _best(lambda: kernels.fill_([mean], chosen)) / numel
 
 
 def _select_retain_fill(kernels: Kernels, acc: Tensor, k: int, mean: Tensor) -> None:

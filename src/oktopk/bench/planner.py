@@ -16,8 +16,10 @@ from oktopk.bench.machine import Machine
 from oktopk.bench.network import Network, rate_label
 from oktopk.config import OkTopkConfig, require_density
 from oktopk.errors import ConfigError
+from oktopk.reduction.agreement import AGREEMENT_WORDS
 
 FRAMING = 0.957  # payload of a full Ethernet frame over its time on the wire, as iperf measures it
+INSIDE_ROUNDS = 3  # between ranks of a host: what they hold, parts, what was won
 BUCKET_BYTES = 25 << 20  # DDP's own
 ADVISED = ("float32", "float16", "bfloat16", "int8")  # narrower values: for who has tried what they do to the training
 SLOWEST, FASTEST = 1e5, 1e13  # bits per second between which a break-even is looked for
@@ -43,6 +45,7 @@ class Scenario:
     backward_seconds: float = 0.1  # the part of it that synchronisation can hide behind
     ranks_per_core: float = 1.0  # above 1, ranks share cores and all work takes longer
     bucket_bytes: int = BUCKET_BYTES
+    flat: bool = False  # every rank reduces for itself, also where several are on a host
 
     def __post_init__(self) -> None:
         require_density(self.density)
@@ -63,6 +66,27 @@ class Scenario:
     @property
     def buckets(self) -> int:
         return max(1, ceil(4 * self.numel / self.bucket_bytes))
+
+    @property
+    def hosts(self) -> int:
+        return self.ranks // self.ranks_per_host
+
+    @property
+    def has_hosts(self) -> bool:
+        """Whether ranks of a host reduce together first."""
+        return not self.flat and self.ranks_per_host > 1 and self.hosts > 1
+
+    @property
+    def of_a_part(self) -> Scenario:
+        """What one rank of each host does for its part of the gradient."""
+        share = self.ranks_per_host
+        return replace(
+            self,
+            numel=max(1, self.numel // share),
+            ranks=self.hosts,
+            ranks_per_host=1,
+            bucket_bytes=max(1, self.bucket_bytes // share),
+        )
 
 
 @dataclass(frozen=True)
@@ -85,15 +109,37 @@ class Prediction:
 def predict_step(scenario: Scenario, machine: Machine, algorithm: str, wire: str) -> Prediction:
     """Predict the step time of one algorithm and wire format."""
     nbytes = expected_bytes(scenario, machine, algorithm, wire)
-    work = _work_seconds(scenario, machine, algorithm, wire)
-    link = _link_seconds(scenario, machine, algorithm, nbytes)
-    wait = _wait_seconds(scenario, machine, algorithm)
+    costs = _costs_over_hosts if scenario.has_hosts and algorithm != "dense" else _costs
+    work, link, wait = costs(scenario, machine, algorithm, wire, nbytes)
     transfer = link + wait
     # On shared cores there is nothing to hide behind: backward of one rank already waits for that of another.
     hidden = scenario.backward_seconds * (1 - 1 / scenario.buckets) if scenario.ranks_per_core <= 1 else 0.0
     exposed = max(transfer - hidden, transfer / scenario.buckets)
     step = scenario.compute_seconds + (work + exposed if scenario.ranks > 1 else 0.0)
     return Prediction(algorithm, wire, step, work, link, wait, nbytes)
+
+
+def _costs(
+    scenario: Scenario, machine: Machine, algorithm: str, wire: str, nbytes: float
+) -> tuple[float, float, float]:
+    """Seconds of work, of bytes over the link, and of rounds."""
+    work = _work_seconds(scenario, machine, algorithm, wire)
+    link = _link_seconds(scenario, machine, algorithm, nbytes, _leaving(scenario, algorithm))
+    return work, link, _wait_seconds(scenario, machine, algorithm)
+
+
+def _costs_over_hosts(
+    scenario: Scenario, machine: Machine, algorithm: str, wire: str, nbytes: float
+) -> tuple[float, float, float]:
+    """The same of ranks that have a part each, and of what they do inside their host."""
+    part, neighbours = scenario.of_a_part, scenario.ranks_per_host - 1
+    inside = part.numel * neighbours * (machine.hand_over_per_entry + machine.fill_per_entry)
+    inside += scenario.k * machine.per_pair["float32"]
+    work = _work_seconds(replace(part, bucket_bytes=4 * part.numel), machine, algorithm, wire)
+    work += inside * max(1.0, scenario.ranks_per_core)
+    link = _link_seconds(part, machine, algorithm, nbytes, scenario.ranks_per_host)
+    rounds = scenario.buckets * INSIDE_ROUNDS * machine.round_seconds
+    return work, link, _wait_seconds(part, machine, algorithm) + rounds
 
 
 def predict_all(scenario: Scenario, machine: Machine) -> list[Prediction]:
@@ -111,6 +157,9 @@ def best_sparse(scenario: Scenario, machine: Machine) -> Prediction:
 
 def expected_bytes(scenario: Scenario, machine: Machine, algorithm: str, wire: str) -> float:
     """Bytes that one rank sends in one step: what is expected, where `cost_model` bounds."""
+    if scenario.has_hosts and algorithm != "dense":
+        agreed = 8 * AGREEMENT_WORDS * (scenario.ranks - scenario.hosts) * scenario.buckets
+        return expected_bytes(scenario.of_a_part, machine, algorithm, wire) + agreed
     ranks, k, numel = scenario.ranks, scenario.k, scenario.numel
     if ranks == 1:
         return 0.0
@@ -193,14 +242,14 @@ def _per_entry(scenario: Scenario, machine: Machine, algorithm: str) -> float:
     return machine.per_entry[algorithm] - (saved if is_fused else 0.0)
 
 
-def _link_seconds(scenario: Scenario, machine: Machine, algorithm: str, nbytes: float) -> float:
+def _link_seconds(scenario: Scenario, machine: Machine, algorithm: str, nbytes: float, leaving: float) -> float:
     """The slower of the host's link and the socket layer."""
     stack = 2 * nbytes / machine.stack_bytes_per_second * max(1.0, scenario.ranks_per_core)
     if scenario.network.bits_per_second is None or scenario.ranks == 1:
         return stack
     # The tree of gtopk is climbed and then descended; every other exchange uses both directions at once.
-    leaving = nbytes * _leaving(scenario, algorithm) * (2 if algorithm == "gtopk" else 1)
-    return max(stack, 8 * leaving / (scenario.network.bits_per_second * FRAMING))
+    through = nbytes * leaving * (2 if algorithm == "gtopk" else 1)
+    return max(stack, 8 * through / (scenario.network.bits_per_second * FRAMING))
 
 
 def _leaving(scenario: Scenario, algorithm: str) -> float:

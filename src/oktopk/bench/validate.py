@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from oktopk.bench.machine import Machine
@@ -41,7 +41,8 @@ def compare(header: Header, results: Sequence[StepResult]) -> list[Comparison]:
         algorithm, wire, *how = [*name.split(), ""]
         # A plain loop has another floor than the one that was measured, which is DDP's.
         if wire in WIRES and algorithm in machine.per_entry and "optimizer" not in how:
-            predicted = predict_step(scenario_of(header, result), machine, algorithm, wire).step_seconds
+            scenario = replace(scenario_of(header, result), flat="flat" in how)
+            predicted = predict_step(scenario, machine, algorithm, wire).step_seconds
             compared.append(Comparison(result.contender, predicted, result.step_seconds))
     return compared
 

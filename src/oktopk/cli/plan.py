@@ -28,6 +28,7 @@ class Plan:
     density: float = 0.01  # fraction of the gradient that sparse algorithms send
     ranks: int = 4  # processes that train together
     ranks_per_host: int = 1  # of them on one machine, behind one network link
+    flat: bool = False  # let every rank reduce for itself (hosts=None), also where several are on a machine
     network: str = "1gbit"  # rate of a host's link
     latency: str = "100us"  # one way
     compute: str = "200ms"  # a step without synchronisation
@@ -59,6 +60,7 @@ class Plan:
         return Scenario(
             self.numel, self.density, self.ranks, self.ranks_per_host, Network.parse(self.network, self.latency),
             compute, parse_seconds(self.backward) if self.backward else compute / 2, self.ranks_per_core,
+            flat=self.flat,
         )  # fmt: skip
 
 
@@ -132,9 +134,17 @@ def _print_predictions(scenario: Scenario, machine: Machine) -> None:
     predictions = predict_all(scenario, machine)
     dense = next(p for p in predictions if p.algorithm == "dense")
     title = (
-        f"{scenario.numel:,} parameters, density {scenario.density:g}, {scenario.ranks} ranks, {scenario.network.label}"
+        f"{scenario.numel:,} parameters, density {scenario.density:g}, {scenario.ranks} ranks{_of_hosts(scenario)}, "
+        f"{scenario.network.label}"
     )
     console().print(table(title, [_row(p, dense, scenario) for p in predictions]))
+
+
+def _of_hosts(scenario: Scenario) -> str:
+    if scenario.ranks_per_host == 1:
+        return ""
+    how = "dense inside" if scenario.has_hosts else "each by itself"
+    return f" on {scenario.hosts} hosts ({how})"
 
 
 def _row(prediction: Prediction, dense: Prediction, scenario: Scenario) -> dict[str, Any]:
