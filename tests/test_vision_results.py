@@ -11,10 +11,10 @@ from oktopk.cli import main
 from oktopk.cli.train import Train
 
 
-def outcome(algorithm: str, seed: int, value: float, lower: bool = False) -> Outcome:
-    density = 1.0 if algorithm == "dense" else 0.02
-    trial = Trial("vision", algorithm, seed)
-    return Outcome(trial, "accuracy", lower, value, 10_000_000, 100_000_000, 60.0, 0.013, density)
+def outcome(contender: str, seed: int, value: float, lower: bool = False) -> Outcome:
+    density = {"dense": 1.0, "updates": 0.3}.get(contender, 0.02)
+    trial = Trial("vision", contender, seed)
+    return Outcome(trial, "accuracy", lower, value, 10_000_000, 100_000_000, 60.0, 0.013, density, contender)
 
 
 def write_run(runs, trial, **changed):
@@ -23,7 +23,8 @@ def write_run(runs, trial, **changed):
     summary = {
         "metric": "accuracy", "validation": {"accuracy": 0.9, "loss": 0.3}, "bytes_sent": 5, "dense_bytes": 50,
     } | changed  # fmt: skip
-    (folder / "config.json").write_text(json.dumps({"lower_is_better": False, "density": 0.02}))
+    config = {"lower_is_better": False, "density": 0.02, "algorithm": "randomk", "wire": "int4"}
+    (folder / "config.json").write_text(json.dumps(config))
     (folder / "summary.json").write_text(json.dumps(summary))
     steps = [{"wall_seconds": wall, "seconds": {"data": 0.02}} for wall in (1.0, 1.2, 1.4, 30.0, 30.2)]
     (folder / "steps.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
@@ -66,7 +67,30 @@ def test_the_page_keeps_what_others_wrote(tmp_path):
     page = path.read_text()
     assert page.startswith("# Results") and page.endswith("## Speech\n\nmore\n")
     assert page.count(BEGIN) == page.count(END) == 1
-    assert "| oktopk | 0.8 | 1 | yes | 10.0 MB | 10.0% | 60 s | 1.3% |" in page
+    assert "| oktopk | 0.8 | 1 | yes | 10.0 MB | 10x | 60 s | 1.3% |" in page
+
+
+def test_updates_are_a_row_beside_gradients_that_says_what_travels(tmp_path):
+    write_run(tmp_path, Trial("vision", "updates", 0))
+    updates = read_outcome(tmp_path, Trial("vision", "updates", 0))
+    assert updates.label == "updates: randomk, density 0.02, int4"
+    text = section(rows([outcome("dense", 0, 0.9), outcome("oktopk", 0, 0.9), updates]), "oktopk results", 2)
+    assert "density of gradients 0.02" in text
+    assert "| updates: randomk, density 0.02, int4 | 0.9 | 1 | yes | 0.0 MB | 10x |" in text
+
+
+def test_updates_are_trained_as_local_steps(tmp_path, monkeypatch):
+    asked = []
+
+    def trained(self):
+        asked.append((self.reduce, self.algorithm))
+        write_run(tmp_path, Trial("gpt", "updates", 0))
+        return 0
+
+    monkeypatch.setattr(Train, "__call__", trained)
+    words = ["--workloads", "gpt", "--algorithms", "updates", "--seeds", "0", "--runs", str(tmp_path)]
+    assert main(["results", *words, "--out", str(tmp_path / "page.md")]) == 0
+    assert asked == [("updates", "randomk")]
 
 
 def test_a_training_that_is_stopped_stops_the_rest(tmp_path, monkeypatch, capsys):
