@@ -124,10 +124,11 @@ def test_who_waits_for_the_network_is_measured_once_and_the_others_in_every_roun
 def test_the_collective_alone_stays_between_its_bounds() -> None:
     sweep = Sweep((100_000,), (0.01,), (2,), ("topka", "oktopk"), ("float32",), repeats=2)
     results = {r.algorithm: r for r in bench_allreduce(Cluster(2), sweep)}
-    # 32-bit values and about 8 bits of index, once for topka; a histogram of 5 kB comes on top for oktopk.
+    # 32-bit values and about 8 bits of index, once for topka; counts and quantiles come on top for oktopk.
     assert 2.0 < results["topka"].words_over_k < 2.0 * 2
     assert 2.0 < results["oktopk"].words_over_k < 6.0
-    assert results["oktopk"].phases["exchange"] > 0 and results["oktopk"].rounds > results["topka"].rounds
+    assert results["oktopk"].phases["exchange"] > 0
+    assert results["topka"].rounds == 2 and 3 <= results["oktopk"].rounds <= 4  # few steps: one guess may miss
 
 
 def test_a_world_larger_than_the_place_is_refused() -> None:

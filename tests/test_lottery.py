@@ -15,6 +15,8 @@ from oktopk import ALGORITHMS, Reducer
 from oktopk.kernels import ReferenceKernels, choose
 from oktopk.primitives.collectives import Tools
 from oktopk.primitives.lottery import Lottery
+from oktopk.primitives.partition import told_words
+from oktopk.reduction.agreement import agreement_words
 from oktopk.transport import run_world
 from oktopk.types import Difference
 from oktopk.wire import Wire
@@ -117,7 +119,8 @@ def test_random_k_sends_values_and_no_indices(wire: str, value_bytes: float) -> 
 
     for record in run_world(4, work):
         assert record.selected_local == record.selected_global == record.k == 2000
-        overhead = 3 * (2 * (44 + 8) + 150)  # headers of messages, and the agreement, of three peers
+        agreement = 8 * agreement_words(told_words(4))
+        overhead = 3 * (2 * (44 + 8 + 4) + agreement)  # headers and padding of messages, the agreement; of three peers
         assert record.bytes_received <= 2 * 2000 * value_bytes * 3 / 4 + overhead
 
 

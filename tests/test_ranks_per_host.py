@@ -17,7 +17,8 @@ from oktopk import ALGORITHMS, Reducer
 from oktopk.bench.cost_model import predict
 from oktopk.config import WIRES
 from oktopk.errors import CheckpointError, ConfigError, MismatchError, NonFiniteError, PeerError
-from oktopk.reduction.agreement import AGREEMENT_WORDS
+from oktopk.primitives.partition import told_words
+from oktopk.reduction.agreement import agreement_words
 from oktopk.reduction.parts import Part, join, merge
 from oktopk.transport import run_world
 from oktopk.transport.sharing import share
@@ -67,7 +68,7 @@ def check_volume(ranks: tuple[Seen, ...], shape: tuple[int, int], algorithm: str
         numel = sum(end - start for start, end in [part._bounds(n) for _, n in layout_of(record.numel)])
         width = max(4, seen.grad.element_size())
         bound = predict(algorithm, numel, -(-record.k * numel // max(1, record.numel)) + 1, hosts, wire, width)
-        agreed = 8 * AGREEMENT_WORDS * (len(ranks) - 1)
+        agreed = 8 * agreement_words(told_words(hosts)) * (len(ranks) - 1)
         assert record.bytes_received <= bound.bytes_received + agreed, f"{record.bytes_received} > {bound}"
 
 

@@ -15,7 +15,7 @@ from oktopk import ALGORITHMS, Reducer
 from oktopk.config import OkTopkConfig
 from oktopk.errors import MismatchError
 from oktopk.kernels import ReferenceKernels, choose
-from oktopk.primitives.partition import balanced_regions, equal_bounds
+from oktopk.primitives.partition import Choices, balanced_regions, equal_bounds, tell
 from oktopk.primitives.selection import winners
 from oktopk.transport import run_world
 from oktopk.types import SparseVector
@@ -61,14 +61,11 @@ def test_what_was_applied_is_cleared_so_that_nothing_applies_twice(algorithm: st
 def test_region_borders_do_not_overflow_when_n_times_p_passes_2_to_31() -> None:
     numel = 2**31 - 10
 
-    def work(transport: Any) -> list[int]:
-        chosen = torch.arange(numel - 1000, numel, dtype=torch.int64)
-        return balanced_regions(chosen, numel, transport).bounds
-
-    for bounds in run_world(4, work):
-        assert bounds[0] == 0 and bounds[-1] == numel
-        assert all(numel - 1001 <= border <= numel for border in bounds[1:-1])
-        assert bounds == sorted(bounds)
+    chosen = SparseVector(torch.arange(numel - 1000, numel, dtype=torch.int64), torch.ones(1000), numel)
+    bounds = balanced_regions(Choices.of([tell(chosen, 1.0, 4)] * 4), numel).bounds
+    assert bounds[0] == 0 and bounds[-1] == numel
+    assert all(numel - 1001 <= border <= numel for border in bounds[1:-1])
+    assert bounds == sorted(bounds)
 
 
 @pytest.mark.parametrize("kernels", [ReferenceKernels(), choose(torch.device("cpu")).kernels])

@@ -103,9 +103,11 @@ def test_sums_that_overflow_are_refused(scattered: bool) -> None:
 def test_what_was_prepared_for_a_refused_step_is_not_used_later() -> None:
     feedback = Feedback(ReferenceKernels())
     bad, good = (Gradient.of([("a", 2), ("b", 1)], [torch.full((2,), x), torch.full((1,), x)]) for x in (math.nan, 1.0))
+    assert feedback.prepare(good, 1) is None  # it might be refused, and has no residual yet
+    feedback.compensate(good, 1, with_feedback=True)
     assert feedback.prepare(bad, 1) is False
     assert feedback.prepare(good, 0) is None  # a dense step: nothing is selected
-    assert torch.equal(feedback.compensate(good, 0, with_feedback=True), torch.ones(3))
+    assert torch.equal(feedback.compensate(good, 0, with_feedback=True), torch.full((3,), 2.0))
 
 
 def test_dense_steps_join_pieces_in_the_same_memory() -> None:
@@ -114,6 +116,22 @@ def test_dense_steps_join_pieces_in_the_same_memory() -> None:
     joined = feedback.joined(first)
     assert torch.equal(joined, torch.ones(3))
     assert feedback.joined(second).data_ptr() == joined.data_ptr()
+
+
+def test_buckets_of_any_length_share_one_more_vector() -> None:
+    """What is made beside the residual takes the memory of one bucket, the longest, not of all of them."""
+    feedback = Feedback(ReferenceKernels())
+    buckets = {name: Gradient.of([(name, size)], torch.ones(size)) for name, size in (("a", 40), ("b", 100), ("c", 7))}
+    places: list[set[int]] = []
+    for step in range(1, 9):  # in the first few the memory of each bucket grows to the longest
+        used = set()
+        for gradient_of in buckets.values():
+            assert feedback.prepare(gradient_of, 1) is (True if step > 1 else None)
+            total = feedback.compensate(gradient_of, 1, with_feedback=True)
+            assert torch.equal(total, torch.full((gradient_of.numel,), float(step)))
+            used.add(total.untyped_storage().data_ptr())
+        places.append(used)
+    assert len(places[-1] | places[-2] | places[-3]) == len(buckets) + 1
 
 
 @pytest.mark.parametrize(

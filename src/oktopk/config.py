@@ -85,14 +85,14 @@ class OkTopkConfig:
 
     threshold: Literal["fresh", "reused"] = "fresh"  # fresh: exact every step; reused: the paper's periods and nudges
     reestimate_every: int = 32  # steps between exact thresholds when reused; larger = cheaper, staler (paper: 32, 128)
-    repartition_every: int = 1  # steps between new regions; larger = one small message less, less even (paper: 64)
+    repartition_every: int = 1  # steps between new regions; larger = less even (paper: 64)
     local_nudge: float = 1.012  # factor on a reused local threshold; larger = faster, rougher (paper: 1.012, 1.025)
     local_keep: tuple[float, float] = (3 / 4, 5 / 4)  # leave it alone inside these multiples of k (paper: 2/3..4/5)
     global_nudge_up: float = 1.008  # factor when too many survive (paper: 1.008, 1.025)
     global_nudge_down: float = 1.01  # divisor when too few survive (paper: 1.008 to 1.036)
     global_keep: tuple[float, float] = (3 / 4, 5 / 4)  # as local_keep, for survivors
     cap: float = 1.5  # exact threshold at once when more than cap * k are chosen; 1.5 keeps 6k on every step
-    balance_factor: float = 1.25  # even blocks out when the largest exceeds this multiple of the mean (paper: 4)
+    balance_factor: float = 2.0  # even blocks out when the largest exceeds this multiple of the mean (paper: 4)
     in_flight: int = 4  # peers served at once; larger = fewer waits, more congestion at one receiver
     in_turn: float = 0.0  # share of k that is no choice: each entry comes once in 1/(density * in_turn) steps at least
 

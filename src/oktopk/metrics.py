@@ -36,6 +36,7 @@ class StepRecord:
     final_bytes: int = 0  # of those sent: a dense mean that ended local steps in the same step as a synchronisation
     inside_bytes: int = 0  # sent besides, to ranks of the same host: over its memory, not its network
     skipped: bool = False  # a rank's gradient was not finite and the policy was to skip
+    rounds: int = 0  # messages that had to follow one another, of all buckets together
 
     @property
     def sparsity(self) -> float:
@@ -89,7 +90,7 @@ def merge(records: Sequence[StepRecord]) -> StepRecord:
 
 _SUMMED = (
     "numel", "k", "selected_local", "selected_global", "bytes_sent", "bytes_received", "dense_bytes", "messages",
-    "final_bytes", "inside_bytes",
+    "final_bytes", "inside_bytes", "rounds",
 )  # fmt: skip
 
 

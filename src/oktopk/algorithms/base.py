@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
@@ -15,15 +16,33 @@ from oktopk.types import Difference, Reduced, SparseVector
 Asks = Literal["largest", "some", "both", "everything"]
 
 
+@dataclass(frozen=True)
+class Choice:
+    """What a rank chose before ranks agreed, and what they told each other of it while they did."""
+
+    chosen: SparseVector
+    threshold: float
+    words: list[int]  # what this rank tells, at most `told_words`
+    told: Sequence[Sequence[int]] = ()  # what each rank told; nothing yet, if ranks have not agreed
+
+
 class Algorithm(Protocol):
     """One paper, one class, one method. Made once per bucket, so that state it keeps belongs to that bucket."""
 
     asks: Asks
 
-    def reduce(self, acc: Any, k: int) -> Reduced:
+    def choose(self, acc: Any, k: int) -> Choice | None:
+        """Do the first step of `reduce` while ranks still compare notes; None: there is nothing to tell beforehand.
+
+        Changes no state: the reduction may be refused.
+        """
+        ...
+
+    def reduce(self, acc: Any, k: int, choice: Choice | None = None) -> Reduced:
         """The mean over ranks of the flat, finite `acc`, of which each rank should send about k entries.
 
-        An algorithm that sends everything may overwrite `acc`; any other leaves it as it is.
+        An algorithm that sends everything may overwrite `acc`; any other leaves it as it is. `choice` is what `choose`
+        returned for the same `acc`, with what all ranks told.
         """
         ...
 
@@ -40,6 +59,9 @@ class Stateless:
     """For algorithms that remember nothing between steps."""
 
     asks: Asks = "everything"
+
+    def choose(self, acc: Any, k: int) -> Choice | None:
+        return None
 
     def ask_ahead(self, acc: Difference, k: int) -> None:
         raise AssertionError("who asks for everything takes a copy")

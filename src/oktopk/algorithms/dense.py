@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from oktopk.algorithms.base import Stateless
+from oktopk.algorithms.base import Choice, Stateless
 from oktopk.config import DenseConfig
 from oktopk.primitives.collectives import Tools, reduce_all_
 from oktopk.types import Reduced, Stats
@@ -16,7 +16,7 @@ class Dense(Stateless):
     def __init__(self, config: DenseConfig, tools: Tools) -> None:
         self._tools = tools
 
-    def reduce(self, acc: Tensor, k: int) -> Reduced:
+    def reduce(self, acc: Tensor, k: int, choice: Choice | None = None) -> Reduced:
         stats = Stats(acc.numel(), acc.numel())
         if acc.numel() == 0:
             return Reduced(acc, None, stats)

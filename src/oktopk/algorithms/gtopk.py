@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from oktopk.algorithms.base import Selecting, less, mean_of
+from oktopk.algorithms.base import Choice, Selecting, less, mean_of
 from oktopk.config import GTopkConfig
 from oktopk.primitives.collectives import Tools
 from oktopk.types import Reduced, Source, SparseVector, Stats
@@ -18,7 +18,7 @@ class GTopk(Selecting):
     def __init__(self, config: GTopkConfig, tools: Tools) -> None:
         self._tools = tools
 
-    def reduce(self, acc: Source, k: int) -> Reduced:
+    def reduce(self, acc: Source, k: int, choice: Choice | None = None) -> Reduced:
         # 1. Choose locally.
         chosen, threshold = self._tools.largest(acc, k)
         # 2. Merge up the tree, k at every node; what a node drops or rounds it still owes.

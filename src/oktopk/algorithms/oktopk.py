@@ -9,12 +9,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oktopk.algorithms.base import Asks, less, mean_of, plus
+from oktopk.algorithms.base import Asks, Choice, less, mean_of, plus
 from oktopk.config import OkTopkConfig, RandomKConfig
-from oktopk.primitives.collectives import Tools, gather_regions, reduce_at, split_and_reduce
+from oktopk.primitives.collectives import (
+    Gathered,
+    Told,
+    Tools,
+    both,
+    cut,
+    gather_regions,
+    nothing_told,
+    reduce_at,
+    split_and_reduce,
+    tell_above,
+)
+from oktopk.primitives.likely import LikelyWinners
 from oktopk.primitives.lottery import Lottery
-from oktopk.primitives.partition import Regions, balanced_regions, region_loads
-from oktopk.primitives.selection import ReusedThreshold, Winners, winners, winners_above, without
+from oktopk.primitives.partition import Choices, Regions, balanced_regions, kept_regions, tell
+from oktopk.primitives.selection import ReusedThreshold, Winners, octave_of, winners, winners_above, without
 from oktopk.schedule import is_due
 from oktopk.types import Difference, Reduced, Source, SparseVector, Stats, index_dtype, to_dense
 
@@ -30,36 +42,34 @@ class OkTopk:
         self._global = ReusedThreshold(
             config.reestimate_every, config.global_nudge_up, config.global_nudge_down, config.global_keep, config.cap
         )
+        self._likely = LikelyWinners()
         self._lottery = Lottery(in_turn=True, block=RandomKConfig().block)
         self._octave = 127  # where the last global threshold was: 2**0 to begin with
         self._bounds: list[int] = []
         self._step = 0
 
-    def reduce(self, acc: Source, k: int) -> Reduced:
+    def reduce(self, acc: Source, k: int, choice: Choice | None = None) -> Reduced:
         turn = self._turn(acc, k)
-        reduced = self._reduce_largest(acc, k - turn.numel(), turn)
+        reduced = self._reduce_largest(choice or self._chosen(acc, k), k - turn.numel())
         if turn.numel():
             reduced = self._with_turn(reduced, acc, turn)
         self._step += 1
         return reduced
 
-    def _reduce_largest(self, acc: Source, k: int, turn: Tensor) -> Reduced:
-        tools = self._tools
-        # 1. Choose locally, but not what is sent in turn.
-        chosen, threshold = self._choose(acc, k)
-        chosen = without(chosen, turn, tools.kernels)
+    def _reduce_largest(self, choice: Choice, k: int) -> Reduced:
+        tools, chosen = self._tools, choice.chosen
+        # 1. Every rank has chosen locally, and tells where.
+        choices = Choices.of(choice.told or tools.transport.agree(choice.words))
         # 2. Agree on regions that hold equally many of the chosen coordinates.
-        regions = self._regions(chosen)
+        regions = self._regions(choices, chosen.numel)
         # 3. Send each coordinate to the rank that owns its region, and sum there.
         region, values = split_and_reduce(chosen, regions, self._config.in_flight, tools)
-        # 4. Keep the global winners.
-        won = self._win(region, k, acc.numel())
-        # 5. Tell everyone, after evening the blocks out if one is far longer than the mean.
-        total, lost, sizes = gather_regions(won.kept, regions.bounds, tools, self._config.balance_factor, won.counts)
-        # 6. An entry leaves this rank only if this rank chose it and it survived globally.
+        # 4. Keep the global winners, and tell everyone.
+        (total, lost, sizes), smallest = self._win(region, regions, k, choices.level)
+        # 5. An entry leaves this rank only if this rank chose it and it survived globally.
         sent = less(tools.kernels.common(chosen.with_values(values), total.indices), lost)
         imbalance = max(sizes) * len(sizes) / max(1, sum(sizes))
-        stats = Stats(chosen.nnz, total.nnz, threshold, won.threshold, imbalance)
+        stats = Stats(chosen.nnz, total.nnz, choice.threshold, smallest, imbalance)
         return Reduced(mean_of(total, tools.world_size), sent, stats)
 
     @property
@@ -68,10 +78,20 @@ class OkTopk:
             return "everything"
         return "both" if self._config.in_turn else "largest"
 
+    def choose(self, acc: Source, k: int) -> Choice | None:
+        return self._chosen(acc, k) if self._config.threshold == "fresh" else None
+
     def ask_ahead(self, acc: Difference, k: int) -> None:
         turn = self._turn(acc, k)
         acc.picked = self._tools.kernels.pick(acc, turn)
         acc.largest = self._tools.kernels.select_topk(acc, k - turn.numel())
+
+    def _chosen(self, acc: Source, k: int) -> Choice:
+        """The largest entries, but not what is sent in turn."""
+        turn = self._turn(acc, k)
+        chosen, threshold = self._choose(acc, k - turn.numel())
+        chosen = without(chosen, turn, self._tools.kernels)
+        return Choice(chosen, threshold, tell(chosen, threshold, self._tools.world_size))
 
     def _turn(self, acc: Source, k: int) -> Tensor:
         """Coordinates that are sent whatever they are, the same on all ranks; none if all will be sent."""
@@ -98,36 +118,68 @@ class OkTopk:
             return self._local.select(to_dense(acc), k, self._tools.kernels)
         return self._tools.largest(acc, k)
 
-    def _regions(self, chosen: SparseVector) -> Regions:
-        is_stale = not self._bounds or is_due(self._step, self._config.repartition_every)
-        if not is_stale and not self._is_lopsided(chosen):
-            return Regions(self._bounds)
-        regions = balanced_regions(chosen.indices, chosen.numel, self._tools.transport)
+    def _regions(self, choices: Choices, numel: int) -> Regions:
+        if self._bounds and not is_due(self._step, self._config.repartition_every):
+            kept = kept_regions(self._bounds, choices)
+            if kept.load <= self._config.cap:  # else they would give one rank so much that it breaks the bound
+                return kept
+        regions = balanced_regions(choices, numel)
         self._bounds = regions.bounds
         return regions
 
-    def _is_lopsided(self, chosen: SparseVector) -> bool:
-        """Whether the regions of an earlier step would give one rank so much that it breaks the bound."""
-        loads = region_loads(chosen.indices, self._bounds, self._tools.transport)
-        return max(loads) * len(loads) > self._config.cap * sum(loads)
+    def _win(self, region: SparseVector, regions: Regions, k: int, level: float) -> tuple[Gathered, float]:
+        """Those of all regions that survive, on every rank; and the smallest magnitude of them."""
+        if self._config.threshold == "reused":
+            won = self._pass(region, k, regions.bounds)
+            return self._gather(won, regions.bounds), won.threshold
+        told = self._tell_likely(region, regions, k, level)
+        gathered, missing, is_all = told.gathered, told.missing(k), told.more == 0
+        if missing:  # in further rounds
+            rest = without(region, told.block.indices, self._tools.kernels)
+            won = self._find(rest, missing, regions.bounds)
+            gathered, is_all = both(gathered, self._gather(won, regions.bounds), self._tools), won.threshold == 0.0
+        gathered, smallest = cut(gathered, k, self._tools.kernels)
+        self._octave = octave_of(smallest) if smallest else self._octave
+        passes = 0.0 if is_all else smallest
+        self._likely.learn(gathered.total, passes, k, level, self._tools.world_size, self._tools.kernels)
+        return gathered, smallest
 
-    def _win(self, region: SparseVector, k: int, numel: int) -> Winners:
-        if self._config.threshold == "reused" and k < numel and not self._global.is_due(k):
+    def _tell_likely(self, region: SparseVector, regions: Regions, k: int, level: float) -> Told:
+        """Gather what the last step lets expect to survive."""
+        guess = self._likely.guess(level, k, regions, self._config.balance_factor)
+        if guess is None:
+            return nothing_told(region, regions.bounds, self._tools)
+        told = tell_above(region, guess, regions.bounds, self._tools)
+        self._likely.judge(told.reached, k, is_enough=not told.missing(k))
+        return told
+
+    def _pass(self, region: SparseVector, k: int, bounds: list[int]) -> Winners:
+        """What reaches the re-used global threshold, unless that is due, or lets too many through."""
+        if k < bounds[-1] and not self._global.is_due(k):
             won = winners_above(region, self._global.value, self._octave, self._tools.kernels)
             counts = [row[0] for row in self._tools.transport.agree([won.kept.nnz])]
             if sum(counts) and not self._global.is_too_many(sum(counts), k):
                 self._global.nudge(sum(counts), k)
                 return replace(won, counts=counts)
-        won = winners(region, k, self._octave, numel, self._tools.transport, self._tools.kernels)
-        self._octave = won.octave
+        won = self._find(region, k, bounds)
         self._global.renew(won.threshold, k)
         return won
+
+    def _find(self, region: SparseVector, k: int, bounds: list[int]) -> Winners:
+        won = winners(region, k, self._octave, bounds[-1], self._tools.transport, self._tools.kernels)
+        self._octave = won.octave
+        return won
+
+    def _gather(self, won: Winners, bounds: list[int]) -> Gathered:
+        """After evening the blocks out if one is far longer than the mean."""
+        return gather_regions(won.kept, bounds, self._tools, self._config.balance_factor, won.counts)
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "step": self._step,
             "octave": self._octave,
             "bounds": list(self._bounds),
+            "likely": self._likely.state_dict(),
             "local": self._local.state_dict(),
             "global": self._global.state_dict(),
         }
@@ -135,5 +187,7 @@ class OkTopk:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._step, self._octave = int(state["step"]), int(state["octave"])
         self._bounds = [int(bound) for bound in state["bounds"]]
+        if "likely" in state:  # not in one that 0.1 saved: the next step finds it
+            self._likely.load_state_dict(state["likely"])
         self._local.load_state_dict(state["local"])
         self._global.load_state_dict(state["global"])

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from oktopk.algorithms.base import Asks
+from oktopk.algorithms.base import Asks, Choice
 from oktopk.config import RandomKConfig
 from oktopk.primitives.collectives import Tools, reduce_at
 from oktopk.primitives.lottery import Lottery
@@ -24,13 +24,16 @@ class RandomK:
         self._lottery = Lottery(config.order == "turn", config.block, config.draw_seed)
         self._step = 0
 
-    def reduce(self, acc: Source, k: int) -> Reduced:
+    def reduce(self, acc: Source, k: int, choice: Choice | None = None) -> Reduced:
         # 1. Draw, the same on every rank.
         indices = self._draw(acc, k)
         # 2. One all-reduce of the values there.
         mean, sent = reduce_at(acc, indices, self._tools)
         self._step += 1
         return Reduced(mean, sent, Stats(mean.nnz, mean.nnz))
+
+    def choose(self, acc: Source, k: int) -> Choice | None:
+        return None  # all ranks draw alike
 
     def ask_ahead(self, acc: Difference, k: int) -> None:
         acc.picked = self._tools.kernels.pick(acc, self._draw(acc, k))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from oktopk.algorithms.base import Selecting, mean_of
+from oktopk.algorithms.base import Choice, Selecting, mean_of
 from oktopk.config import TopkAConfig
 from oktopk.primitives.collectives import Tools, gather_vectors
 from oktopk.types import Reduced, Source, Stats
@@ -14,11 +14,11 @@ class TopkA(Selecting):
     def __init__(self, config: TopkAConfig, tools: Tools) -> None:
         self._config, self._tools = config, tools
 
-    def reduce(self, acc: Source, k: int) -> Reduced:
+    def reduce(self, acc: Source, k: int, choice: Choice | None = None) -> Reduced:
         # 1. Choose locally.
         chosen, threshold = self._tools.largest(acc, k)
         # 2. Tell everyone, and sum in the order of ranks.
-        total, sent = gather_vectors(chosen, self._tools)
+        total, sent = gather_vectors(chosen, k, self._tools)
         # 3. Optionally keep only the k largest sums.
         cut = 0.0
         if self._config.global_cut and total.nnz > k:

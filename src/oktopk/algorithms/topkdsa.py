@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from oktopk.algorithms.base import Selecting, less, mean_of
+from oktopk.algorithms.base import Choice, Selecting, less, mean_of
 from oktopk.config import TopkDSAConfig
 from oktopk.primitives.collectives import Tools, gather_regions, split_and_reduce
 from oktopk.primitives.partition import Regions, equal_bounds
@@ -17,12 +17,14 @@ class TopkDSA(Selecting):
     def __init__(self, config: TopkDSAConfig, tools: Tools) -> None:
         self._config, self._tools = config, tools
 
-    def reduce(self, acc: Source, k: int) -> Reduced:
+    def reduce(self, acc: Source, k: int, choice: Choice | None = None) -> Reduced:
         # 1. Choose locally.
         chosen, threshold = self._tools.largest(acc, k)
         # 2. Send each coordinate to the rank that owns its region, and sum there.
         bounds = equal_bounds(acc.numel(), self._tools.world_size)
-        region, values = split_and_reduce(chosen, Regions(bounds), self._config.in_flight, self._tools)
+        region, values = split_and_reduce(
+            chosen, Regions(bounds, [k] * len(bounds[1:])), self._config.in_flight, self._tools
+        )
         # 3. Tell everyone all of it.
         total, lost, sizes = gather_regions(_dense_if_smaller(region), bounds, self._tools)
         sent = less(chosen.with_values(values), lost)

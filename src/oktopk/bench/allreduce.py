@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from statistics import median
+from statistics import mean, median
 from time import perf_counter
 from typing import Any
 
@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from oktopk.algorithms import ALGORITHMS
 from oktopk.bench.cluster import Cluster
-from oktopk.bench.cost_model import predict
 from oktopk.bench.processes import run_ranks
 from oktopk.bench.rank import RankContext
 from oktopk.config import WIRES, require_density
@@ -64,7 +63,7 @@ class AllreduceResult:
     bytes_received: float  # mean over ranks
     most_received: int  # by any rank
     messages: int  # sent by rank 0
-    rounds: int  # messages that follow one another, by the cost model
+    rounds: float  # messages that had to follow one another, mean over repeats
     selected_global: int
 
     @property
@@ -111,11 +110,10 @@ def measure(context: RankContext, combinations: Sequence[Sequence[Any]], repeats
     """The work of one rank."""
     for numel, density, algorithm, wire in combinations:
         record = _measure_one(numel, density, algorithm, wire, repeats)
-        rounds = predict(algorithm, numel, max(1, round(density * numel)), context.world_size, wire).rounds
         if context.rank == 0:
             context.emit(
                 algorithm=algorithm, wire=wire, numel=numel, density=density, world_size=context.world_size,
-                rounds=rounds, **record,
+                **record,
             )  # fmt: skip
 
 
@@ -145,7 +143,8 @@ def _summary(times: Sequence[float], records: Sequence[StepRecord]) -> dict[str,
         "seconds": median(slowest.tolist()), "fastest": float(slowest.min()), "slowest": float(slowest.max()),
         "phases": {name: median(r.seconds[name] for r in records) for name in records[0].seconds},
         "bytes_received": float(total) / dist.get_world_size(), "most_received": int(most),
-        "messages": records[-1].messages, "selected_global": records[-1].selected_global,
+        "messages": records[-1].messages, "rounds": mean(record.rounds for record in records),
+        "selected_global": records[-1].selected_global,
     }  # fmt: skip
 
 
@@ -156,6 +155,11 @@ def _gradients(numel: int, rank: int) -> list[torch.Tensor]:
         SHARED * torch.randn(numel, generator=shared) + (1 - SHARED) * torch.randn(numel, generator=own)
         for _ in range(2)
     ]
+
+
+def rounds_text(results: Sequence[AllreduceResult]) -> str:
+    """Rounds by world size, in their order."""
+    return " / ".join(f"{result.rounds:g}" for result in results)
 
 
 def _repeats_dense(combination: tuple[int, float, str, str], sweep: Sweep) -> bool:

@@ -10,8 +10,10 @@ from math import ceil, log2
 
 from oktopk.config import GaussianKConfig
 from oktopk.errors import ConfigError, nearest
+from oktopk.primitives.likely import SPARE_ENTRIES
+from oktopk.primitives.partition import told_words
 from oktopk.primitives.selection import HISTOGRAM_RANKS, HISTOGRAM_WORDS
-from oktopk.reduction.agreement import AGREEMENT_WORDS
+from oktopk.reduction.agreement import agreement_words
 from oktopk.transport.base import SIZE_BYTES
 from oktopk.types import index_dtype
 from oktopk.wire import HEADER_BYTES
@@ -48,7 +50,7 @@ def predict(algorithm: str, numel: int, k: int, world_size: int, wire: str = "fl
         return Cost(0.0, 0.0, 0, 0)
     shape = _Shape(numel, min(k, numel), world_size, wire, value_bytes)
     words, overhead, messages, rounds = _MODELS[algorithm](shape)
-    agreement = 8 * AGREEMENT_WORDS * (world_size - 1)
+    agreement = 8 * agreement_words(told_words(world_size)) * (world_size - 1)
     return Cost(words, overhead + agreement, messages + world_size - 1, rounds + 1)
 
 
@@ -93,14 +95,14 @@ def _dense(s: _Shape) -> tuple[float, float, int, int]:
 
 
 def _topka(s: _Shape) -> tuple[float, float, int, int]:
-    return s.pair_words * s.k * (s.p - 1), s.message_overhead(s.p - 1), 2 * (s.p - 1), 2
+    return s.pair_words * s.k * (s.p - 1), s.message_overhead(s.p - 1), s.p - 1, 1
 
 
 def _topkdsa(s: _Shape) -> tuple[float, float, int, int]:
     # In the worst case all of every rank's choice lies in one region.
     arriving = s.pair_words * min(s.k, ceil(s.n / s.p)) * (s.p - 1)
     union = s.pair_words * min(s.p * s.k, s.n)
-    return arriving + union, s.message_overhead(2 * (s.p - 1)), 4 * (s.p - 1), 4
+    return arriving + union, s.message_overhead(2 * (s.p - 1)), 3 * (s.p - 1), 3
 
 
 def _gtopk(s: _Shape) -> tuple[float, float, int, int]:
@@ -110,7 +112,7 @@ def _gtopk(s: _Shape) -> tuple[float, float, int, int]:
 
 def _gaussiank(s: _Shape) -> tuple[float, float, int, int]:
     chosen = min(s.n, ceil(s.k * (1 + GaussianKConfig().tolerance)))
-    return s.pair_words * chosen * (s.p - 1), s.message_overhead(s.p - 1), 2 * (s.p - 1), 2
+    return s.pair_words * chosen * (s.p - 1), s.message_overhead(s.p - 1), s.p - 1, 1
 
 
 def _randomk(s: _Shape) -> tuple[float, float, int, int]:
@@ -119,10 +121,11 @@ def _randomk(s: _Shape) -> tuple[float, float, int, int]:
 
 def _oktopk(s: _Shape) -> tuple[float, float, int, int]:
     words = 3 * s.pair_words * min(s.k, s.n) * s.share
-    agreements = (16 * 2 + 8 * (1 + 1024 // s.p + 4)) * (s.p - 1)
-    overhead = s.message_overhead(3 * (s.p - 1)) + s.histogram_bytes + agreements + 32 * s.pair_words * WORD
-    rounds = 4 if s.has_histograms else 6  # quantiles, pairs, histogram (to and fro), sizes, blocks
-    return words, overhead, rounds * (s.p - 1), rounds
+    # Where the last step told too little of this one: histograms, the sizes of further blocks, and the blocks.
+    agreements = 16 * 2 * (s.p - 1)
+    spare = (32 + (SPARE_ENTRIES + 1) * s.p) * s.pair_words * WORD
+    overhead = s.message_overhead(4 * (s.p - 1)) + s.histogram_bytes + agreements + spare
+    return words, overhead, 2 * (s.p - 1), 2  # pairs, blocks
 
 
 _MODELS = {

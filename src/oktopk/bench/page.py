@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from oktopk.bench import plots
-from oktopk.bench.allreduce import AllreduceResult
+from oktopk.bench.allreduce import AllreduceResult, rounds_text
 from oktopk.bench.machine import Machine
 from oktopk.bench.measurement import Measurement
 from oktopk.bench.overlap import OverlapResult
@@ -128,7 +128,7 @@ def _collective_section(docs: Path) -> list[str]:
         {
             "algorithm": r.algorithm, "wire": r.wire, "entries": f"{r.numel:,}", "density": f"{r.density:g}",
             "time [ms]": f"{r.seconds * 1e3:.1f}", "spread [ms]": f"{r.fastest * 1e3:.1f} to {r.slowest * 1e3:.1f}",
-            "words / (k(P-1)/P)": f"{r.words_over_k:.2f}", "rounds": r.rounds,
+            "words / (k(P-1)/P)": f"{r.words_over_k:.2f}", "rounds": f"{r.rounds:g}",
             **{f"{phase} [ms]": f"{seconds * 1e3:.1f}" for phase, seconds in r.phases.items()},
         }
         for r in results
@@ -151,7 +151,8 @@ def _scaling_section(docs: Path) -> list[str]:
         mine = {r.world_size: r for r in results if r.algorithm == algorithm}
         cells = {f"kB at P={size}": f"{mine[size].bytes_received / 1e3:.1f}" for size in sizes}
         growth = mine[sizes[-1]].bytes_received / mine[sizes[0]].bytes_received
-        rows.append({"algorithm": algorithm, **cells, "growth": f"{growth:.2f}", "rounds": mine[sizes[-1]].rounds})
+        rounds = rounds_text([mine[size] for size in sizes])
+        rows.append({"algorithm": algorithm, **cells, "growth": f"{growth:.2f}", "rounds": rounds})
     lines = ["## Growing worlds", "", f"`{header.command}`", "", *(f"- {note}" for note in header.notes), ""]
     return [*lines, figure, "", *_table(rows), ""]
 

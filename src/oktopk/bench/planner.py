@@ -16,7 +16,8 @@ from oktopk.bench.machine import Machine
 from oktopk.bench.network import Network, rate_label
 from oktopk.config import OkTopkConfig, require_density
 from oktopk.errors import ConfigError
-from oktopk.reduction.agreement import AGREEMENT_WORDS
+from oktopk.primitives.partition import told_words
+from oktopk.reduction.agreement import agreement_words
 
 FRAMING = 0.957  # payload of a full Ethernet frame over its time on the wire, as iperf measures it
 INSIDE_ROUNDS = 3  # between ranks of a host: what they hold, parts, what was won
@@ -158,7 +159,8 @@ def best_sparse(scenario: Scenario, machine: Machine) -> Prediction:
 def expected_bytes(scenario: Scenario, machine: Machine, algorithm: str, wire: str) -> float:
     """Bytes that one rank sends in one step: what is expected, where `cost_model` bounds."""
     if scenario.has_hosts and algorithm != "dense":
-        agreed = 8 * AGREEMENT_WORDS * (scenario.ranks - scenario.hosts) * scenario.buckets
+        words = agreement_words(told_words(scenario.hosts))
+        agreed = 8 * words * (scenario.ranks - scenario.hosts) * scenario.buckets
         return expected_bytes(scenario.of_a_part, machine, algorithm, wire) + agreed
     ranks, k, numel = scenario.ranks, scenario.k, scenario.numel
     if ranks == 1:

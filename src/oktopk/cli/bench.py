@@ -230,14 +230,17 @@ class BenchAll:
 
 
 def scaling_rows(results: Sequence[AllreduceResult]) -> list[Mapping[str, Any]]:
-    """One row per algorithm, one column per world size, and the growth from the smallest to the largest."""
+    """One row per algorithm, one column per world size, the growth from the smallest to the largest, and rounds."""
+    from oktopk.bench.allreduce import rounds_text
+
     sizes = sorted({r.world_size for r in results})
     rows: list[Mapping[str, Any]] = []
     for algorithm in dict.fromkeys(r.algorithm for r in results):
         mine = {r.world_size: r for r in results if r.algorithm == algorithm}
         growth = mine[sizes[-1]].bytes_received / mine[sizes[0]].bytes_received
         cells: dict[str, Any] = {f"P={size}": bytes_text(mine[size].bytes_received) for size in sizes}
-        rows.append({"algorithm": algorithm, **cells, "growth": round(growth, 2), "rounds": mine[sizes[-1]].rounds})
+        rounds = rounds_text([mine[size] for size in sizes])
+        rows.append({"algorithm": algorithm, **cells, "growth": round(growth, 2), "rounds": rounds})
     return rows
 
 
@@ -294,6 +297,6 @@ def _allreduce_row(result: AllreduceResult) -> dict[str, Any]:
         "P": result.world_size,
         "time ms": round(result.seconds * 1e3, 1),
         "words/k": round(result.words_over_k, 2),
-        "rounds": result.rounds,
+        "rounds": round(result.rounds, 1),
         **phases,
     }

@@ -72,10 +72,12 @@ class CpuKernels(ReferenceKernels):
         return float(sum(self._team.run(total.size, lambda a, b: loops.accumulate(total[a:b], addend[a:b]))))
 
     def add(self, out: Tensor, residual: Tensor, pieces: Sequence[Tensor], k: int = 0) -> float:
-        plain = all(x.dtype == residual.dtype and x.is_contiguous() for x in (out, *pieces))
-        if residual.dtype not in _FLOATS or not residual.is_contiguous() or not plain:
+        plain = all(x.is_contiguous() for x in (out, residual, *pieces)) and out.dtype == residual.dtype
+        if residual.dtype not in _FLOATS or not plain:
             return super().add(out, residual, pieces, k)
         written(out)
+        if any(piece.dtype != residual.dtype for piece in pieces):
+            return self._add_converted(out, residual, pieces)
         return self._scan_and_remember(_Sum.of(out, residual, pieces), max(1, k))
 
     def scan(self, difference: Difference, k: int = 0) -> float:
@@ -208,6 +210,13 @@ class CpuKernels(ReferenceKernels):
             converted = piece[: part.numel()].copy_(grad[start : start + CHUNK])
             total += loops.accumulate(part.numpy(), converted.numpy())
         return total
+
+    def _add_converted(self, out: Tensor, residual: Tensor, pieces: Sequence[Tensor]) -> float:
+        sizes = [piece.numel() for piece in pieces]
+        require_whole(sum(sizes), residual)
+        out.copy_(residual)
+        parts = zip(out.split(sizes), pieces, strict=True)
+        return sum(self._accumulate_converted_(part, piece.flatten()) for part, piece in parts)
 
     def _scan_and_remember(self, entries: _Entries, k: int) -> float:
         """The sum of squares; candidates are kept for `select_topk`."""

@@ -6,16 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from oktopk.kernels.base import Kernels
 from oktopk.kernels.staging import to_device, to_host
+from oktopk.primitives.likely import Guess
 from oktopk.primitives.partition import Regions, equal_bounds, join, split
+from oktopk.primitives.selection import slack
 from oktopk.transport.base import Transport
 from oktopk.types import Difference, Source, SparseVector, index_dtype
-from oktopk.wire import Wire
+from oktopk.wire import Packed, Wire
 
 
 @dataclass(frozen=True)
@@ -120,13 +123,25 @@ def split_and_reduce(
     return region, sent
 
 
-def gather_vectors(chosen: SparseVector, tools: Tools) -> tuple[SparseVector, SparseVector]:
-    """The sum of everyone's vector, in the order of ranks; and the own vector as the others saw it."""
+def gather_vectors(chosen: SparseVector, most: int, tools: Tools) -> tuple[SparseVector, SparseVector]:
+    """The sum of everyone's vector, in the order of ranks; and the own vector as the others saw it.
+
+    No rank chose more than `most` entries.
+    """
     packed = tools.wire.pack(chosen)
     sent = chosen.with_values(packed.values)
-    messages = tools.transport.all_gather(packed.message)
+    limits = tools.limits([most] * tools.world_size, chosen.numel, chosen.values.dtype)
+    messages = tools.transport.all_gather(packed.message, limits=limits)
     vectors = [sent if rank == tools.rank else tools.wire.unpack(message) for rank, message in enumerate(messages)]
     return tools.kernels.sum_sparse(vectors), sent
+
+
+class Gathered(NamedTuple):
+    """What all ranks told."""
+
+    total: SparseVector
+    lost: SparseVector  # what rounding took from the own block
+    sizes: list[int]  # of each rank's block
 
 
 def gather_regions(
@@ -135,8 +150,8 @@ def gather_regions(
     tools: Tools,
     balance_factor: float = inf,
     counts: Sequence[int] | None = None,
-) -> tuple[SparseVector, SparseVector, list[int]]:
-    """Everyone's block as one vector; what rounding took from the own block; the size of each block.
+) -> Gathered:
+    """Everyone's block as one vector.
 
     When the largest block exceeds `balance_factor` times the mean, the blocks are evened out before they are gathered.
     Saves a round when all know the `counts` of entries in each block already.
@@ -150,12 +165,74 @@ def gather_regions(
         even, whole = even_out(block, counts, bounds, tools), [0] * tools.world_size + [bounds[-1]]
         return gather_regions(even, whole, tools, counts=[b - a for a, b in pairwise(_shares(counts))])
     messages = tools.transport.all_gather(packed.message, sizes, tools.limits(counts, bounds[-1], block.values.dtype))
+    return _joined(block, packed, messages, bounds, tools)
+
+
+class Told(NamedTuple):
+    """What all ranks told before the global threshold was known."""
+
+    gathered: Gathered
+    block: SparseVector  # what this rank told
+    reached: int  # how many sums reached the guess
+    more: int  # how many sums were not told
+
+    def missing(self, k: int) -> int:
+        """How many entries must still come; 0 if about k are there, or there are no others."""
+        came = self.gathered.total.nnz
+        return 0 if self.more == 0 or came >= k - slack(k) else k - came
+
+
+def tell_above(region: SparseVector, guess: Guess, bounds: Sequence[int], tools: Tools) -> Told:
+    """Gather what reaches a guessed threshold, in one round. A rank that has more than its room tells the largest."""
+    above = tools.kernels.above(region, guess.threshold)
+    block = _largest_of(above, guess.room[tools.rank], tools.kernels)
+    packed = tools.wire.pack(block)
+    counts = torch.tensor([above.nnz, region.nnz - block.nnz]).view(torch.uint8)
+    limits = [counts.numel() + tools.wire.limit(most, bounds[-1], region.values.dtype) for most in guess.room]
+    messages = tools.transport.all_gather(torch.cat([counts, packed.message]), limits=limits)
+    notes = torch.stack([message[: counts.numel()].view(torch.int64) for message in messages])
+    gathered = _joined(block, packed, [message[counts.numel() :] for message in messages], bounds, tools)
+    return Told(gathered, block, *notes.sum(0).tolist())
+
+
+def nothing_told(region: SparseVector, bounds: Sequence[int], tools: Tools) -> Told:
+    """As `tell_above`, when nothing can be guessed."""
+    block, nothing = (SparseVector.empty(numel, region.values) for numel in (region.numel, bounds[-1]))
+    return Told(Gathered(nothing, nothing, [0] * tools.world_size), block, 0, bounds[-1])
+
+
+def _largest_of(vector: SparseVector, most: int, kernels: Kernels) -> SparseVector:
+    if vector.nnz <= most:
+        return vector
+    return vector.at(kernels.select_topk(vector.values, most)[0].indices.long())
+
+
+def both(first: Gathered, second: Gathered, tools: Tools) -> Gathered:
+    """What was told in two parts, which have no index in common."""
+    sizes = [one + other for one, other in zip(first.sizes, second.sizes, strict=True)]
+    add = tools.kernels.sum_sparse
+    return Gathered(add([first.total, second.total]), add([first.lost, second.lost]), sizes)
+
+
+def cut(gathered: Gathered, k: int, kernels: Kernels) -> tuple[Gathered, float]:
+    """Drop all but the k largest entries, if there are clearly more; and the smallest magnitude of k that are there."""
+    total, lost, sizes = gathered
+    largest, smallest = kernels.select_topk(total.values, k)
+    if total.nnz <= k + slack(k):
+        return gathered, smallest
+    total = total.at(largest.indices.long())
+    return Gathered(total, kernels.common(lost, total.indices), sizes), smallest
+
+
+def _joined(
+    block: SparseVector, packed: Packed, messages: Sequence[Tensor], bounds: Sequence[int], tools: Tools
+) -> Gathered:
     blocks = [
         block.with_values(packed.values) if rank == tools.rank else tools.wire.unpack(message)
         for rank, message in enumerate(messages)
     ]
     lost = SparseVector(block.indices + bounds[tools.rank], block.values - packed.values, bounds[-1])
-    return join(blocks, bounds), lost, list(counts)
+    return Gathered(join(blocks, bounds), lost, [part.nnz for part in blocks])
 
 
 def even_out(block: SparseVector, sizes: Sequence[int], bounds: Sequence[int], tools: Tools) -> SparseVector:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from oktopk.transport.base import Transport
 from oktopk.types import SparseVector, index_dtype
 
 
@@ -23,23 +23,61 @@ class Regions(NamedTuple):
 
     bounds: list[int]
     counts: list[int] | None = None  # how many each rank sends to one owner at most, if that is known
+    load: float = 1.0  # what the busiest owner receives, as a multiple of the mean
 
 
-def balanced_regions(chosen: Tensor, numel: int, transport: Transport) -> Regions:
+@dataclass(frozen=True)
+class Choices:
+    """What all ranks told of their choices: how many entries, how large, and where."""
+
+    counts: list[int]
+    level: float  # the sum of their thresholds
+    places: Tensor  # int64, [ranks, marks]: quantiles of each choice
+
+    @classmethod
+    def of(cls, told: Sequence[Sequence[int]]) -> Choices:
+        rows = torch.tensor(told, dtype=torch.int64)
+        thresholds = rows[:, 1].contiguous().view(torch.float64).tolist()
+        return cls(rows[:, 0].tolist(), sum(thresholds), rows[:, 2:])
+
+    def spread(self) -> tuple[Tensor, Tensor]:
+        """All places in ascending order, and how many chosen entries each stands for."""
+        marks = self.places.shape[1]
+        places, order = self.places.flatten().sort(stable=True)
+        return places, (torch.tensor(self.counts, dtype=torch.float64) / marks).repeat_interleave(marks)[order]
+
+
+def tell(chosen: SparseVector, threshold: float, world_size: int) -> list[int]:
+    """What a rank says of its choice, in `told_words` words."""
+    bits = torch.tensor([threshold], dtype=torch.float64).view(torch.int64)
+    return [chosen.nnz, int(bits), *quantiles(chosen.indices, _marks(world_size))]
+
+
+def told_words(world_size: int) -> int:
+    return 2 + _marks(world_size)
+
+
+def balanced_regions(choices: Choices, numel: int) -> Regions:
     """Regions that give each rank about the same number of chosen coordinates.
 
-    Each rank tells all others some quantiles of its choice; borders are drawn through the quantiles of all of them.
-    Ranks may choose quite different coordinates: a mean of borders would then lie where nobody chose anything.
+    Borders are drawn through the quantiles of all ranks. Ranks may choose quite different coordinates: a mean of
+    borders would then lie where nobody chose anything.
     """
-    world_size = transport.world_size
-    marks = _marks(world_size)
-    answers = torch.tensor(transport.agree([chosen.numel(), *_quantiles(chosen, marks)]), dtype=torch.int64)
-    counts, places = answers[:, 0], answers[:, 1:]
-    if int(counts.sum()) == 0:
-        return Regions(equal_bounds(numel, world_size), counts.tolist())
-    places, order = places.flatten().sort(stable=True)
-    weights = counts.double().repeat_interleave(marks)[order]
-    return Regions([0, *_cut_evenly(places, weights, world_size), numel], counts.tolist())
+    world_size = len(choices.counts)
+    if sum(choices.counts) == 0:
+        return Regions(equal_bounds(numel, world_size), choices.counts)
+    return kept_regions([0, *_cut_evenly(*choices.spread(), world_size), numel], choices)
+
+
+def kept_regions(bounds: list[int], choices: Choices) -> Regions:
+    """Regions with these borders, and how evenly they divide what was chosen."""
+    places, weights = choices.spread()
+    total = sum(choices.counts)
+    if total == 0:
+        return Regions(bounds, choices.counts)
+    below = np.interp(bounds[1:-1], places.numpy(), (weights.cumsum(0) - weights / 2).numpy())
+    loads = np.diff([0.0, *below, total])
+    return Regions(bounds, choices.counts, float(loads.max()) * (len(bounds) - 1) / total)
 
 
 def _cut_evenly(places: Tensor, weights: Tensor, parts: int) -> list[int]:
@@ -52,23 +90,17 @@ def _cut_evenly(places: Tensor, weights: Tensor, parts: int) -> list[int]:
     return [int(border) for border in (low + ((high - low) * way.clamp(0, 1)).ceil().long())]
 
 
-def region_loads(chosen: Tensor, bounds: Sequence[int], transport: Transport) -> list[int]:
-    """How many coordinates all ranks together chose in each region."""
-    cuts = _cuts(chosen, bounds)
-    loads = torch.tensor([end - start for start, end in pairwise(cuts)], dtype=torch.int64)
-    return [int(load) for load in transport.all_reduce_(loads).tolist()]
-
-
 def _marks(world_size: int) -> int:
     """Quantiles per rank: enough for even regions, few enough that all of them together stay within 8 KB."""
     return max(2, min(4 * world_size, 1024 // world_size))
 
 
-def _quantiles(chosen: Tensor, marks: int) -> list[int]:
-    if chosen.numel() == 0:
+def quantiles(indices: Tensor, marks: int) -> list[int]:
+    """Indices that cut an ascending list into equally many; zeros if it is empty."""
+    if indices.numel() == 0:
         return [0] * marks
-    middles = torch.tensor([chosen.numel() * (2 * mark + 1) // (2 * marks) for mark in range(marks)])
-    return [int(place) for place in chosen[middles].tolist()]
+    middles = torch.tensor([indices.numel() * (2 * mark + 1) // (2 * marks) for mark in range(marks)])
+    return [int(place) for place in indices[middles].tolist()]
 
 
 def split(vector: SparseVector, bounds: Sequence[int]) -> list[SparseVector]:

@@ -88,14 +88,18 @@ def _cut_inside(histograms: _Histograms, from_top: Tensor, octave: int, k: int) 
     bin_of = int((totals >= k).nonzero().max())
     with_bin, without = int(totals[bin_of]), int(totals[bin_of + 1])
     low, high = _bin_border(octave, bin_of), _bin_border(octave, bin_of + 1)
-    slack = max(k // TOLERANCE, 16)
     with_ties, sure = histograms.by_rank(from_top[:, bin_of]), histograms.by_rank(from_top[:, bin_of + 1])
-    if with_bin - k <= slack:
+    if with_bin - k <= slack(k):
         return _Cut(low, octave, low, with_ties)
-    if k - without <= slack and without > 0:
+    if k - without <= slack(k) and without > 0:
         return _Cut(high, octave, high, sure)
     ties = with_ties and sure and [a - b for a, b in zip(with_ties, sure, strict=True)]
     return _Cut(low, octave, high, sure, k - without, ties)
+
+
+def slack(k: int) -> int:
+    """How many more or fewer than k entries are as good as k."""
+    return max(k // TOLERANCE, min(16, k // 2))
 
 
 def _from_top(counts: Tensor) -> Tensor:
@@ -165,6 +169,12 @@ def _bin_border(octave: int, bin_of: int) -> float:
     return border
 
 
+def octave_of(magnitude: float) -> int:
+    """The power of two that a magnitude lies in."""
+    bits: int = struct.unpack("<I", struct.pack("<f", magnitude))[0]
+    return bits >> _EXPONENT_SHIFT
+
+
 def without(vector: SparseVector, indices: Tensor, kernels: Kernels) -> SparseVector:
     """The entries of `vector` whose index is not in `indices`; both ascending."""
     if not indices.numel():
@@ -230,7 +240,7 @@ def gaussian_select(
     When the corrections do not get there (a gradient far from normal), the exact threshold is used instead: the volume
     of a step must not depend on luck.
     """
-    low, high = k * (1 - tolerance), k * (1 + tolerance)
+    low, high = k * (1 - tolerance), most_selected(k, tolerance)
     threshold = _normal_threshold(x, k)
     for _ in range(corrections):
         count = kernels.count_above(x, threshold)
@@ -239,6 +249,11 @@ def gaussian_select(
         # The tail of a normal falls like exp(-t^2/2): the relative step shrinks as the count gets close.
         threshold *= 1.5 if count > 2 * k else 0.5 if count < k / 2 else (count / k) ** 0.25
     return kernels.select_topk(x, k)
+
+
+def most_selected(k: int, tolerance: float) -> int:
+    """How many entries `gaussian_select` chooses at most."""
+    return int(k * (1 + tolerance))
 
 
 def _normal_threshold(x: Tensor, k: int) -> float:

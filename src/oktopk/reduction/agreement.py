@@ -32,8 +32,10 @@ class Terms:
     fault: OkTopkError | None  # why this rank cannot take part
     unused: frozenset[str] = frozenset()  # names that took no part in this rank's backward
     notice: int = 0  # what this rank tells the others besides
+    choice: Sequence[int] = ()  # what it tells of its choice, which travels with the terms
 
-    def words(self) -> list[int]:
+    def words(self, room: int = 0) -> list[int]:
+        """With `room` words for what is told of the choice."""
         compared = [
             _digest("\0".join(name for name, _ in self.layout)),
             _digest(",".join(str(numel) for _, numel in self.layout)),
@@ -43,7 +45,8 @@ class Terms:
             _digest(self.configuration),
         ]
         refused = _REFUSED if self.fault is not None else 0
-        return [*compared, int(bool(self.unused)), int(self.finite), self.notice * _NOTICES + refused]
+        told = [*self.choice, *[0] * (room - len(self.choice))]
+        return [*compared, *told, int(bool(self.unused)), int(self.finite), self.notice * _NOTICES + refused]
 
     def describe(self, field: str) -> str:
         shown = {
@@ -64,10 +67,15 @@ class Agreement:
     skip: bool  # some gradient is not finite, and the policy is to skip
     unused: frozenset[str] = frozenset()  # names that took no part on any rank
     notice: int = 0  # the greatest that a rank told
+    told: Sequence[list[int]] = ()  # what each rank told of its choice, if all of them did
 
 
-AGREEMENT_WORDS = len(_FIELDS) + 3
 _REFUSED, _ENDED, _NOTICES = 1, 2, 4  # in the last word: what is in the way of this rank, and its notice times 4
+
+
+def agreement_words(room: int) -> int:
+    """How many words each rank tells, whatever it is about to reduce: ranks that differ must understand each other."""
+    return len(_FIELDS) + room + 3
 
 
 def refusal(gradient: Gradient) -> OkTopkError | None:
@@ -92,9 +100,12 @@ def refusal(gradient: Gradient) -> OkTopkError | None:
     return None
 
 
-def check_terms(mine: Terms, transport: Transport, on_nonfinite: str) -> Agreement:
-    """Compare terms; raises the same kind of error on every rank when the reduction cannot be done."""
-    everyone = transport.agree(mine.words())
+def check_terms(mine: Terms, transport: Transport, on_nonfinite: str, room: int) -> Agreement:
+    """Compare terms; raises the same kind of error on every rank when the reduction cannot be done.
+
+    All ranks must leave the same `room` for what they tell of their choices.
+    """
+    everyone = transport.agree(mine.words(room))
     _check_taking_part(everyone, mine.fault, transport)
     for position, field in enumerate(_FIELDS):
         differing = [rank for rank, words in enumerate(everyone) if words[position] != everyone[0][position]]
@@ -107,12 +118,14 @@ def check_terms(mine: Terms, transport: Transport, on_nonfinite: str) -> Agreeme
     unused: frozenset[str] = frozenset()
     if any(words[-3] for words in everyone):
         unused = said_by_all([name for name, _ in mine.layout], mine.unused, transport)
-    return Agreement(skip, unused, max(words[-1] // _NOTICES for words in everyone))
+    told = [words[len(_FIELDS) : -3] for words in everyone]
+    notice = max(words[-1] // _NOTICES for words in everyone)
+    return Agreement(skip, unused, notice, told if all(map(any, told)) else ())
 
 
-def end_together(error: Exception, transport: Transport) -> None:
+def end_together(error: Exception, transport: Transport, room: int) -> None:
     """Take part in the next agreement of the others by saying that this rank ends, and why."""
-    everyone = transport.agree([0] * (AGREEMENT_WORDS - 1) + [_ENDED])
+    everyone = transport.agree([0] * (agreement_words(room) - 1) + [_ENDED])
     _check_taking_part(everyone, error, transport)
 
 

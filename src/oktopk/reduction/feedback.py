@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from math import inf
 
 import torch
@@ -33,23 +34,29 @@ class Feedback:
         self._residuals, self._velocities = ByName(), ByName()
         self._energy: dict[Layout, float] = {}  # sum of squares
         self._paid: set[Layout] = set()  # a dense step paid everything back, and nothing was added since
-        self._spares: dict[Layout, Tensor] = {}  # for `prepare`, what was the residual a step before; and for `joined`
-        self._prepared: tuple[Layout, float] | None = None  # whose spare holds the next residual, and its energy
+        self._spare: Tensor | None = None  # memory for one more vector: in `prepare`, and in `joined`
+        self._prepared: _Prepared | None = None
 
     def prepare(self, gradient: Gradient, k: int) -> bool | None:
         """Do the work of `compensate` beside the residual, which stays as it is until then. Whether all is finite.
 
-        For a scattered gradient, which would otherwise be copied together: this takes no more memory, and the look for
-        NaN costs nothing. None: it is not such a gradient, or nothing is going to be selected (k is 0).
+        The two change places afterwards, so that this takes memory for one more vector, the longest, and the look for
+        NaN costs nothing. None, and nothing is done: with momentum, if nothing is going to be selected (k is 0), or if
+        residuals would have to be moved into this layout, which may yet be refused.
         """
         self._prepared = None  # also what a step prepared that was then refused or skipped
-        if k == 0 or self._momentum or not gradient.is_scattered:
+        residual = self._residuals.at(gradient.layout, gradient.pieces[0])
+        if k == 0 or self._momentum or residual is None:
             return None
-        layout, spare = gradient.layout, self._spare(gradient)
-        residual = self._residuals.get(layout, gradient.pieces[0])
-        energy = gradient.add_to(spare, residual, self._kernels, k)
-        self._prepared = layout, energy
-        return math.isfinite(energy)
+        vector = self._spare_for(gradient)
+        energy = gradient.add_to(vector, residual, self._kernels, k)
+        self._prepared = _Prepared(gradient.layout, vector, energy)
+        return math.isfinite(energy) or self._kernels.all_below([vector], inf)
+
+    def ahead(self, gradient: Gradient) -> Tensor | None:
+        """What `compensate` is going to return, if it is known already."""
+        prepared = self._prepared
+        return prepared.vector if prepared is not None and prepared.layout == gradient.layout else None
 
     def is_finite(self, gradient: Gradient, k: int) -> bool:
         """Whether the gradient, and its sum with what is owed, hold neither NaN nor Inf. Changes no residual."""
@@ -74,12 +81,10 @@ class Feedback:
         layout = gradient.layout
         self._paid.discard(layout)
         prepared, self._prepared = self._prepared, None
-        if prepared is not None and prepared[0] == layout:
-            residual, self._energy[layout] = self._spares[layout], prepared[1]
-            self._spares[layout] = self._residuals.exchange(layout, residual)
-            return residual
-        if self._spares and not gradient.is_scattered:
-            self._drop_spares(gradient)
+        if prepared is not None and prepared.layout == layout:
+            self._energy[layout] = prepared.energy
+            self._spare = self._residuals.exchange(layout, prepared.vector)
+            return prepared.vector
         residual = self._residuals.get(layout, gradient.pieces[0])
         self._energy[layout] = self._kernels.accumulate_(residual, self._with_momentum(gradient), k)
         return residual
@@ -94,8 +99,10 @@ class Feedback:
             self._subtract(gradient.layout, sent)
 
     def joined(self, gradient: Gradient) -> Tensor:
-        """All of a gradient as one tensor, which is good until the next call for its layout."""
-        return gradient.join_(self._spare(gradient)) if gradient.is_scattered else gradient.pieces[0]
+        """All of a gradient as one tensor, which is good until the next call."""
+        if not gradient.is_scattered:
+            return gradient.pieces[0]
+        return gradient.join_(self._spare_for(gradient))
 
     def reject_(self, gradient: Gradient) -> None:
         """Some rank's gradient was not finite: a GradScaler, or the trainer, shall see that and skip the step."""
@@ -202,27 +209,34 @@ class Feedback:
             grad = self._velocities.get(layout, like) * self._momentum + grad
         return self._residuals.get(layout, like) + grad
 
-    def _spare(self, gradient: Gradient) -> Tensor:
-        """A vector for a scattered gradient, made once: fresh memory costs more than the work on it."""
-        layout, like = gradient.layout, gradient.pieces[0]
-        spare = self._spares.get(layout)
-        if spare is None or spare.dtype != residual_dtype(like.dtype) or spare.device != like.device:
-            self._drop_spares(gradient)
-            spare = torch.empty(gradient.numel, dtype=residual_dtype(like.dtype), device=like.device)
-            self._spares[layout] = spare
-        return spare
-
-    def _drop_spares(self, gradient: Gradient) -> None:
-        """Its parameters are reduced in other company from now on."""
-        self._spares = {
-            known: vector for known, vector in self._spares.items() if gradient.names.isdisjoint(dict(known))
-        }
+    def _spare_for(self, gradient: Gradient) -> Tensor:
+        """A vector as long as this gradient, in memory made once: fresh memory costs more than the work on it."""
+        like, dtype = gradient.pieces[0], residual_dtype(gradient.dtype)
+        spare = self._spare
+        if spare is None or spare.dtype != dtype or spare.device != like.device or _room(spare) < gradient.numel:
+            spare = torch.empty(gradient.numel, dtype=dtype, device=like.device)
+        self._spare = spare.new_empty(0).set_(spare.untyped_storage(), 0, (gradient.numel,), (1,))
+        return self._spare
 
     def _with_momentum(self, gradient: Gradient) -> Tensor:
         grad = self.joined(gradient)
         if not self._momentum:
             return grad
         return self._velocities.get(gradient.layout, grad).mul_(self._momentum).add_(grad)
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """The next residual of a layout."""
+
+    layout: Layout
+    vector: Tensor
+    energy: float  # sum of squares
+
+
+def _room(vector: Tensor) -> int:
+    """How many entries fit into the memory that a vector is the front of."""
+    return vector.untyped_storage().nbytes() // vector.element_size()
 
 
 class ByName:
@@ -249,10 +263,14 @@ class ByName:
 
         It is on the device of `like`, in the precision that suits it.
         """
+        flat = self.at(layout, like)
+        return flat if flat is not None else self._move_into(layout, like)
+
+    def at(self, layout: Layout, like: Tensor) -> Tensor | None:
+        """As `get`, if nothing has to be moved for it."""
         flat = self._flat.get(layout)
-        if flat is None or flat.dtype != residual_dtype(like.dtype) or flat.device != like.device:
-            flat = self._move_into(layout, like)
-        return flat
+        fits = flat is not None and flat.dtype == residual_dtype(like.dtype) and flat.device == like.device
+        return flat if fits else None
 
     def is_at(self, layout: Layout) -> bool:
         """Whether every name of this layout has its vector there, and not in another."""

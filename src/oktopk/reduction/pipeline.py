@@ -11,13 +11,14 @@ from typing import Any
 from torch import Tensor
 
 from oktopk.algorithms import ALGORITHMS, Algorithm
-from oktopk.algorithms.base import Asks
+from oktopk.algorithms.base import Asks, Choice
 from oktopk.algorithms.dense import Dense
 from oktopk.config import DenseConfig, ReducerConfig
 from oktopk.errors import CheckpointError, CommunicationError, OkTopkError
 from oktopk.kernels import Kernels, KernelsByDevice
 from oktopk.metrics import Clock, Sink, timed
 from oktopk.primitives.collectives import Tools
+from oktopk.primitives.partition import told_words
 from oktopk.reduction.agreement import Agreement, Terms, check_terms, end_together, refusal
 from oktopk.reduction.autotune import AUTO, DENSE, AutoConfig, ChosenWire, Method, Tuner
 from oktopk.reduction.communication import Agreed
@@ -71,6 +72,7 @@ class Pipeline:
         kernels = timed(KernelsByDevice(), self.clock, _KERNEL_PHASES)
         exact = timed(Wire("float32"), self.clock, _WIRE_PHASES)
         self.tools = Tools(across, timed(self._wire, self.clock, _WIRE_PHASES), exact, kernels)
+        self._room = told_words(across.world_size)
         self._dense = Dense(DenseConfig(), Tools(across, exact, exact, kernels))
         inside = MeteredTransport(ranks.inside, self.clock) if ranks.inside is not None else None
         # Inside a host bytes cost less than coding them.
@@ -116,45 +118,49 @@ class Pipeline:
         """Take part in the next reduction of the others by saying that this rank ends, and why."""
         if self._inside is not None:
             self._inside.is_common(ENDED)
-        end_together(error, self.transport)
+        end_together(error, self.transport, self._room)
 
     def _reduce_group_(self, whole: Gradient, request: Request) -> None:
         self.records.restart()
         gradient = whole if self._inside is None else scattered(whole, self._inside)
         plan = self._plan(gradient, request)
-        agreed = self._agree(plan)
+        terms, choice, seconds = self._prepare(plan)
+        agreed = self._agree(terms)
         self.noticed = max(self.noticed, agreed.notice)
-        started = perf_counter()  # after the agreement, which waits for the last rank
+        started = perf_counter() - seconds  # without the agreement, which waits for the last rank
         self.unused = (self.unused - whole.names) | agreed.unused
         skip = self._follow_step(plan.step, agreed.skip)
         stats = Stats(0, 0)
         if skip:
             self.feedback.reject_(gradient)
         else:
-            stats = self._reduce_plan_(plan, gradient.own(agreed.unused))
+            stats = self._reduce_plan_(plan, agreed, choice)
         self._steps |= dict.fromkeys(whole.names, plan.step + 1)
         self.records.take(plan, stats, self.feedback.norm(gradient.layout), skip)
         if not skip:
             self._observe(plan, perf_counter() - started)
 
-    def _reduce_plan_(self, plan: Plan, unused: frozenset[str]) -> Stats:
-        """Reduce a finite gradient, of which the `unused` parameters take no part."""
-        gradient = plan.gradient
+    def _reduce_plan_(self, plan: Plan, agreed: Agreement, choice: Choice | None) -> Stats:
+        """Reduce a finite gradient. Parameters that no rank used take no part, so that one has to choose again."""
+        gradient, unused = plan.gradient, plan.gradient.own(agreed.unused)
+        if choice is not None and agreed.told:
+            choice = replace(choice, told=[agreed.told[rank] for rank in self.hosts.across])
+        choice = None if agreed.unused else choice
         if plan.with_feedback and self.settings.shared.on_nonfinite == "skip":
             self.feedback.remember(gradient)
         gradient.zero_(unused)
         with self.feedback.withheld(gradient.layout, unused):
             acc = self.feedback.compensate(gradient, plan.wanted, plan.with_feedback)
-            reduced = self._reduce(acc, plan)
+            reduced = self._reduce(acc, plan, choice)
             self.feedback.retain(gradient, reduced, plan.with_feedback)
         return reduced.stats if self._inside is None else replace(reduced.stats, selected_global=self._inside.gathered)
 
-    def _reduce(self, acc: Source, plan: Plan) -> Reduced:
+    def _reduce(self, acc: Source, plan: Plan, choice: Choice | None) -> Reduced:
         if plan.is_sparse and not plan.gradient.numel:  # a part of something small
             nothing = SparseVector.empty(0, to_dense(acc))
             return Reduced(nothing, nothing)
         algorithm = self._algorithm_of(plan)
-        return algorithm.reduce(to_dense(acc) if algorithm.asks == "everything" else acc, plan.share)
+        return algorithm.reduce(to_dense(acc) if algorithm.asks == "everything" else acc, plan.share, choice)
 
     # -- deciding ------------------------------------------------------------------------------------------------
 
@@ -213,15 +219,23 @@ class Pipeline:
             method = Method(True, self.tools.wire.values) if plan.is_sparse else DENSE
             self.tuner.observe(whole.layout, method, seconds)
 
-    def _agree(self, plan: Plan) -> Agreement:
-        """Compare notes; raises on every rank when ranks differ, or when one of them has a bad gradient."""
-        whole = plan.gradient.whole
+    def _prepare(self, plan: Plan) -> tuple[Terms, Choice | None, float]:
+        """What this rank can do before ranks agree, without changing anything: its terms, its choice, and seconds."""
+        started, whole = perf_counter(), plan.gradient.whole
         fault = refusal(whole)
         finite = fault is None and plan.gradient.is_there and self.feedback.is_finite(plan.gradient, plan.wanted)
-        text = self.settings.text + plan.terms
-        mine = Terms(whole.layout, whole.dtype, plan.step, plan.k, text, finite, fault, plan.unused, self.notice)
+        acc = self.feedback.ahead(plan.gradient) if finite and plan.is_sparse and plan.share else None
+        choice = self._algorithm_of(plan).choose(acc, plan.share) if acc is not None else None
+        terms = Terms(
+            whole.layout, whole.dtype, plan.step, plan.k, self.settings.text + plan.terms, finite, fault,
+            plan.unused, self.notice, choice.words if choice is not None else (),
+        )  # fmt: skip
+        return terms, choice, perf_counter() - started
+
+    def _agree(self, mine: Terms) -> Agreement:
+        """Compare notes; raises on every rank when ranks differ, or when one of them has a bad gradient."""
         try:
-            return check_terms(mine, self.transport, self.settings.shared.on_nonfinite)
+            return check_terms(mine, self.transport, self.settings.shared.on_nonfinite, self._room)
         except (CommunicationError, Agreed):
             raise
         except OkTopkError as error:

@@ -108,4 +108,5 @@ class StepRecords:
             message_sizes=meter.message_sizes,
             inside_bytes=self._inside.bytes_sent,
             skipped=skipped,
+            rounds=meter.rounds,
         )

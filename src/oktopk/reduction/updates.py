@@ -94,6 +94,13 @@ class Updates:
         weights.energy = self.kernels.scan(self._difference(own, weights), k)
         return isfinite(weights.energy)
 
+    def ahead(self, own: Gradient) -> Source | None:
+        """What `compensate` is going to return, if that is known already; of 16-bit weights it is not."""
+        weights = self._of(own)
+        if self.deferred and weights.source is not None:
+            return weights.source
+        return None if weights.is_rounded else self._difference(own, weights)
+
     def compensate(self, own: Gradient, k: int, with_feedback: bool) -> Source:
         """What was changed and not sent yet. Only entries are chosen from it if k is not 0."""
         weights = self._of(own)

@@ -106,3 +106,13 @@ def require_within(limits: Sequence[int] | None, rank: int, messages: Sequence[T
 def all_reduce_bytes(nbytes: int, world_size: int) -> int:
     """Bytes each rank sends, and receives, in an all-reduce of `nbytes`."""
     return -(-2 * nbytes * (world_size - 1) // world_size)
+
+
+def goes_directly(tensor: Tensor, world_size: int) -> bool:
+    """Whether an all-reduce goes straight between ranks: each sums one slice and hands it to all."""
+    return world_size <= tensor.numel() <= DIRECT_BYTES // tensor.element_size()
+
+
+def all_reduce_rounds(tensor: Tensor, world_size: int) -> int:
+    """Rounds of an all-reduce: two if it goes directly, those of a ring otherwise."""
+    return 2 if goes_directly(tensor, world_size) else 2 * (world_size - 1)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from oktopk.metrics import Clock
-from oktopk.transport.base import SIZE_BYTES, Fault, Op, Roomy, Transport, all_reduce_bytes
+from oktopk.transport.base import SIZE_BYTES, Fault, Op, Roomy, Transport, all_reduce_bytes, all_reduce_rounds
 
 
 @dataclass
@@ -19,14 +19,16 @@ class Tally:
     bytes_sent: int = 0
     bytes_received: int = 0
     messages: int = 0
+    rounds: int = 0  # what must have arrived before the next can begin; lengths that travel ahead of messages are one
     message_sizes: dict[str, dict[int, int]] = field(default_factory=dict)  # operation -> bytes -> messages sent
 
     def restart(self) -> None:
         """Count from zero."""
-        self.bytes_sent = self.bytes_received = self.messages = 0
+        self.bytes_sent = self.bytes_received = self.messages = self.rounds = 0
         self.message_sizes = {}
 
-    def count(self, operation: str, sent: Sequence[int], received: int) -> None:
+    def count(self, operation: str, sent: Sequence[int], received: int, rounds: int) -> None:
+        self.rounds += rounds if sent or received else 0
         sizes = self.message_sizes.setdefault(operation, {})
         for size in sent:
             sizes[size] = sizes.get(size, 0) + 1
@@ -36,7 +38,7 @@ class Tally:
 
 
 class MeteredTransport:
-    """Counts messages and bytes in both directions, per verb, and runs each verb inside its phase."""
+    """Counts messages, rounds and bytes in both directions, per verb, and runs each verb inside its phase."""
 
     def __init__(self, inner: Transport, clock: Clock | None = None, tally: Tally | None = None) -> None:
         """Count into `tally`, which several may share."""
@@ -48,7 +50,8 @@ class MeteredTransport:
     def all_reduce_(self, tensor: Tensor, op: Op = "sum") -> Tensor:
         size = all_reduce_bytes(tensor.numel() * tensor.element_size(), self.world_size)
         others = self.world_size - 1
-        self.tally.count("all_reduce", [size // others + (i < size % others) for i in range(others)], size)
+        rounds = all_reduce_rounds(tensor, self.world_size)
+        self.tally.count("all_reduce", [size // others + (i < size % others) for i in range(others)], size, rounds)
         with self._clock.phase("exchange"):
             return self.inner.all_reduce_(tensor, op)
 
@@ -59,14 +62,15 @@ class MeteredTransport:
             gathered = self.inner.all_gather(message, sizes, limits)
         extra = 0 if sizes is not None else SIZE_BYTES
         received = sum(other.numel() + extra for rank, other in enumerate(gathered) if rank != self.rank)
-        self.tally.count("all_gather", [message.numel() + extra] * (self.world_size - 1), received)
+        rounds = 2 if sizes is None and limits is None else 1
+        self.tally.count("all_gather", [message.numel() + extra] * (self.world_size - 1), received, rounds)
         return gathered
 
     def all_to_all(
         self, messages: Sequence[Tensor], in_flight: int = 4, limits: Sequence[int] | None = None
     ) -> Iterator[tuple[int, Tensor]]:
         others = [m.numel() + SIZE_BYTES for r, m in enumerate(messages) if r != self.rank]
-        self.tally.count("all_to_all", others, 0)
+        self.tally.count("all_to_all", others, 0, 2 if limits is None else 1)
         arriving = self.inner.all_to_all(messages, in_flight, limits)
         while True:
             with self._clock.phase("exchange"):
@@ -81,7 +85,7 @@ class MeteredTransport:
         with self._clock.phase("exchange"):
             received = self.inner.exchange(message, to, source)
         sent = [message.numel() + SIZE_BYTES] if message is not None else []
-        self.tally.count("exchange", sent, 0 if received is None else received.numel() + SIZE_BYTES)
+        self.tally.count("exchange", sent, 0 if received is None else received.numel() + SIZE_BYTES, 2)
         return received
 
     def room(self, sizes: Sequence[int]) -> list[Tensor]:
@@ -94,7 +98,7 @@ class MeteredTransport:
         with self._clock.phase("exchange"):
             answers = self.inner.agree(words)
         size = 8 * len(words)
-        self.tally.count("agree", [size] * (self.world_size - 1), size * (self.world_size - 1))
+        self.tally.count("agree", [size] * (self.world_size - 1), size * (self.world_size - 1), 1)
         return answers
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from oktopk.transport.base import DIRECT_BYTES, SIZE_BYTES, Fault, Op, require_within
+from oktopk.transport.base import SIZE_BYTES, Fault, Op, goes_directly, require_within
 from oktopk.transport.links import Link, open_link
 from oktopk.transport.witness import Witness
 
@@ -25,7 +25,7 @@ class LinkTransport:
     def all_reduce_(self, tensor: Tensor, op: Op = "sum") -> Tensor:
         if self.world_size == 1:
             return tensor
-        if self.world_size <= tensor.numel() <= DIRECT_BYTES // tensor.element_size():
+        if goes_directly(tensor, self.world_size):
             return self._all_reduce_directly_(tensor, op)
         return self._link.all_reduce_(tensor, op)
 
