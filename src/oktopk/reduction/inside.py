@@ -17,6 +17,7 @@ from oktopk.transport import MeteredTransport
 from oktopk.types import SparseVector, Vector
 from oktopk.wire import Wire
 
+CHUNK = 1 << 17  # entries that are added up while they are in the second-level cache
 ENDED = [0, 0, -1, 1]  # instead of what `_terms` says
 
 
@@ -124,10 +125,12 @@ class PartialGradient(Gradient):
         return self._total[0]
 
     def add_to(self, out: Tensor, residual: Tensor, kernels: Kernels, k: int) -> float:
-        for other in self.others:
-            kernels.add(out, residual, [other])
-            residual = out
-        return kernels.add(out, residual, self.pieces, k)
+        for start in range(0, out.numel(), CHUNK):
+            here = slice(start, start + CHUNK)
+            torch.add(residual[here], self.others[0][here], out=out[here])
+            for other in self.others[1:]:
+                out[here] += other[here]
+        return kernels.add(out, out, self.pieces, k)
 
     def receive_(self, mean: Vector, kernels: Kernels) -> SparseVector | None:
         """The mean is one over hosts, of sums over their ranks; each rank shall have that over ranks."""
