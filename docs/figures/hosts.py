@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from how_it_works import COLORS, GAP, INK, LINE, NUMEL, PALE, SOFT, WIDTH, at, bar, cell, head, line, top, words
+from how_it_works import COLORS, GAP, INK, LINE, NUMEL, PALE, SOFT, WIDTH, at, bar, cell, head, line, top
 
 RANKS, PER_HOST, K = 4, 2, 3  # K: entries of each part
 PART = NUMEL // PER_HOST
