@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 from typing import Any
 
 import pytest
@@ -11,7 +12,15 @@ import torch
 import torch.distributed as dist
 
 from oktopk.errors import CommunicationError, ConfigError
-from oktopk.transport import MeteredTransport, ThreadWorld, TorchTransport, Transport, open_transport, run_world
+from oktopk.transport import (
+    MeteredTransport,
+    ThreadWorld,
+    TorchTransport,
+    Transport,
+    open_transport,
+    run_world,
+    shared_memory,
+)
 from oktopk.transport.base import DIRECT_BYTES, all_reduce_bytes
 from oktopk.transport.shared_memory import SharedMemoryTransport, share_memory
 from worlds import run_processes, start
@@ -58,6 +67,30 @@ def test_verbs_through_shared_memory(world_size: int) -> None:
         exercise(MeteredTransport(shared))
 
     run_world(world_size, work)
+
+
+def test_a_rank_may_leave_as_soon_as_its_message_is_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is slow to open its memory has it all the same."""
+    left, map_now = threading.Event(), shared_memory._map
+
+    def map_late(path: str, size: int) -> torch.Tensor:
+        if threading.current_thread() in late:
+            left.wait(0.3)  # long enough for the other to leave, if nothing held it
+        return map_now(path, size)
+
+    def work(transport: Transport) -> int:
+        shared = share_memory(transport)
+        if transport.rank == 1:
+            late.append(threading.current_thread())
+        gathered = shared.all_gather(torch.full((5000,), transport.rank, dtype=torch.uint8))
+        total = int(torch.stack(gathered).sum())
+        shared.close()
+        left.set()
+        return total
+
+    late: list[threading.Thread] = []
+    monkeypatch.setattr(shared_memory, "_map", map_late)
+    assert run_world(2, work) == [5000, 5000]
 
 
 def test_messages_in_shared_memory_are_not_copied_and_grow_with_what_is_sent() -> None:

@@ -46,7 +46,8 @@ class SharedMemoryTransport:
         self._pids = pids
         # Two in turns: when one is written again, all have begun to read the other, and are done with this.
         self._own: list[_Segment | None] = [None, None]
-        self._theirs: dict[tuple[int, int], tuple[int, Tensor]] = {}
+        self._numbers: list[dict[int, int]] = [{}, {}]  # of everyone's segments, by rank, in both turns
+        self._theirs: dict[tuple[int, int], Tensor] = {}  # by rank and turn
         self._turn = 0
 
     def room(self, sizes: Sequence[int]) -> list[Tensor]:
@@ -79,8 +80,21 @@ class SharedMemoryTransport:
         for message in placed:
             words += [message.data_ptr() - segment.memory.data_ptr(), message.numel()]
         told = self.inner.agree(words)
+        self._open_fresh(told)
         self._turn = 1 - self._turn
         return told
+
+    def _open_fresh(self, told: Sequence[Sequence[int]]) -> None:
+        """Open what others have made anew. Nobody goes on before all have: its owner may close it at once."""
+        numbers = {rank: number for rank, (_, _, number, *_) in enumerate(told)}
+        fresh = [rank for rank, number in numbers.items() if self._numbers[self._turn].get(rank) != number]
+        for rank in fresh:
+            descriptor, size = told[rank][:2]
+            if rank != self.rank:
+                self._theirs[rank, self._turn] = _map(f"/proc/{self._pids[rank]}/fd/{descriptor}", size)
+        self._numbers[self._turn] = numbers
+        if fresh:
+            self.inner.agree([0])
 
     def _placed(self, messages: Sequence[Tensor]) -> Sequence[Tensor]:
         others = [message for rank, message in enumerate(messages) if rank != self.rank or len(messages) == 1]
@@ -93,12 +107,8 @@ class SharedMemoryTransport:
         return places
 
     def _read(self, source: int, told: Sequence[int], message: int) -> Tensor:
-        descriptor, size, number = told[:3]
         start, length = told[3 + 2 * message : 5 + 2 * message]
-        key = source, 1 - self._turn
-        if key not in self._theirs or self._theirs[key][0] != number:
-            self._theirs[key] = number, _map(f"/proc/{self._pids[source]}/fd/{descriptor}", size)
-        return self._theirs[key][1][start : start + length]
+        return self._theirs[source, 1 - self._turn][start : start + length]
 
     def _segment(self, size: int) -> _Segment:
         """What this rank writes into now, with room for `size` bytes."""
