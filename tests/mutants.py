@@ -61,9 +61,9 @@ MUTANTS = [
     Mutant(
         "each block comes from the rank that owns its region",
         "primitives/collectives.py",
-        "    return join(blocks, bounds), lost, list(counts)",
-        "    blocks[:2] = blocks[:2] if len(blocks) < 3 else [blocks[1].with_values(blocks[1].values), blocks[0]]\n"
-        "    return join(blocks, bounds), lost, list(counts)",
+        "    return Gathered(join(blocks, bounds), lost,",
+        "    blocks[:2] = blocks[:2][::-1] if len(blocks) > 2 else blocks[:2]\n"
+        "    return Gathered(join(blocks, bounds), lost,",
         "test_contract.py",
     ),
     Mutant(
@@ -104,8 +104,8 @@ MUTANTS = [
     Mutant(
         "a gradient that is not finite is everyone's, and leaves residuals alone",
         "reduction/pipeline.py",
-        "finite = fault is None and self.feedback.is_finite(gradient, plan.wanted)",
-        "finite = fault is None and (self.feedback.is_finite(gradient, plan.wanted) or True)",
+        "self.feedback.is_finite(plan.gradient, plan.wanted)\n",
+        "(self.feedback.is_finite(plan.gradient, plan.wanted) or True)\n",
         "test_contract.py",
     ),
     Mutant(
