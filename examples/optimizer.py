@@ -3,6 +3,8 @@
 torchrun --nproc-per-node 2 examples/optimizer.py
 """
 
+import os
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -10,10 +12,20 @@ from torch import nn
 import oktopk
 
 
+def pick_device() -> torch.device:
+    """A GPU for each rank of a host, where there are any."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
 def main() -> None:
     dist.init_process_group("gloo")
-    rank = dist.get_rank()
+    rank, device = dist.get_rank(), pick_device()
     model = nn.Sequential(nn.Linear(32, 256), nn.BatchNorm1d(256), nn.Tanh(), nn.Linear(256, 1))
+    model.to(device)
     optimizer = oktopk.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.02),
         model,
@@ -30,7 +42,7 @@ def main() -> None:
     for step in range(40):
         total = 0.0
         for _ in range(2):
-            x = torch.randn(64, 32, generator=generator)
+            x = torch.randn(64, 32, generator=generator).to(device)
             loss = nn.functional.mse_loss(model(x), x.sin().sum(1, keepdim=True)) / 2
             loss.backward()
             total += loss.item()

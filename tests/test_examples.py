@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from devices import fake_gpu
 from worlds import free_port, run_script
 
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
@@ -39,6 +41,29 @@ def test_torchrun_starts_an_example_that_ends_sparse(path: Path, tmp_path: Path)
 @pytest.mark.parametrize("path", EXAMPLES, ids=_name)
 def test_an_example_is_short(path: Path) -> None:
     assert len(path.read_text().splitlines()) < 80
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=_name)
+def test_an_example_picks_its_device_by_itself(path: Path) -> None:
+    assert "torch.cuda.is_available()" in path.read_text()
+
+
+def test_an_example_computes_on_a_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    path = next(path for path in EXAMPLES if path.stem == "optimizer")
+    world = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "OKTOPK_KERNELS": "reference",
+    }
+    for variable, value in (world | {"MASTER_PORT": str(free_port())}).items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(sys, "argv", [str(path)])
+    with fake_gpu() as gpu:  # which refuses to mix its tensors with those of the host
+        runpy.run_path(str(path), run_name="__main__")
+    assert gpu.waits
 
 
 @pytest.mark.slow
