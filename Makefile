@@ -12,7 +12,7 @@ CORE := $(subst $(space),$(comma),$(CORE_ROOMS:%=src/oktopk/%.py) $(patsubst %,s
 PARALLEL = $(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder
 EXTRAS := trainer,speech,bert,integrations,gpu,docs,dev
 
-.PHONY: setup demo test test-fast test-slow mutants coverage check bench docs results clean
+.PHONY: setup demo test test-fast test-slow mutants coverage check bench docs results gpu-check clean
 
 setup: $(STAMP)
 
@@ -54,6 +54,10 @@ check: setup
 
 bench: setup
 	$(BIN)/oktopk bench all
+
+# All that needs a GPU, in one file to send in.
+gpu-check: setup
+	.ci/gpu-check gpu-check.md
 
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

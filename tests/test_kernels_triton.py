@@ -18,6 +18,7 @@ pytest.importorskip("triton", reason="the extra `gpu` is not installed")
 from interpreter import counted_traffic, patched_once
 from kernel_contract import SPEC, DenseContract, assert_same, example
 from memory import peak_of_new_memory
+from mirror import MirroredKernels
 from oktopk.kernels import Kernels, ReferenceKernels
 from oktopk.kernels import triton_loops as loops
 from oktopk.kernels import triton_search as search
@@ -47,13 +48,15 @@ def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class TestTritonKernels(DenseContract):
+    """With mirrors, as on a real card: see test_card.py."""
+
     thrift = 30
     large = 5_000
     densities = (0.02,)
 
     @pytest.fixture
     def kernels(self) -> Kernels:
-        return fresh()
+        return MirroredKernels(fresh(), CPU)
 
 
 @pytest.mark.usefixtures("little_room")
@@ -68,14 +71,14 @@ class TestTritonKernelsOfManyBlocks(DenseContract):
 
 
 class TestStagedKernels(DenseContract):
-    """Plain torch on a device, for those that Triton does not serve."""
+    """Plain torch on a device, for those that Triton does not serve; with mirrors, as on a real card."""
 
     thrift = 5
     large = 100_000
 
     @pytest.fixture
     def kernels(self) -> Kernels:
-        return StagedKernels(CPU, ReferenceKernels())
+        return MirroredKernels(StagedKernels(CPU, ReferenceKernels()), CPU)
 
 
 @pytest.mark.usefixtures("little_room")

@@ -26,6 +26,7 @@ from oktopk.front_ends.optimizer import DistributedOptimizer
 from oktopk.front_ends.options import Fuse
 from oktopk.reducer import Reducer
 from oktopk.reduction.autotune import AUTO, AutoConfig, trials
+from oktopk.reduction.streams import future_on
 
 BASELINES = ("floor", "ddp dense", "ddp fp16", "powersgd 1", "powersgd 4")
 OURS = (
@@ -84,7 +85,7 @@ def require_known(names: Iterable[str]) -> None:
 
 
 def _no_synchronisation(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done: torch.futures.Future[torch.Tensor] = future_on(bucket.buffer().device)
     done.set_result(bucket.buffer())
     return done
 

@@ -20,7 +20,15 @@ def describe_machine() -> dict[str, Any]:
         "kernel": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
-    }
+    } | _gpus()
+
+
+def _gpus() -> dict[str, str]:
+    """Their names, where there are any."""
+    if not torch.cuda.is_available():
+        return {}
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {"gpus": ", ".join(names), "cuda": str(torch.version.cuda or torch.version.hip)}
 
 
 def busy_notes() -> tuple[str, ...]:

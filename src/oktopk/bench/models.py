@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from oktopk.errors import ConfigError
+from oktopk.training.devices import HOST, Place
 from oktopk.workloads import workload_classes
 
 WIDTH = 1024
@@ -18,25 +19,25 @@ BATCH = 2  # few samples: gradients as large as the model, little arithmetic, so
 Loss = Callable[[nn.Module], Tensor]  # of a model on the next batch
 
 
-def synthetic(numel: int, rank: int, batch: int = BATCH) -> tuple[nn.Module, Loss]:
+def synthetic(numel: int, rank: int, batch: int = BATCH, place: Place = HOST) -> tuple[nn.Module, Loss]:
     """A multilayer perceptron of exactly `numel` parameters, fed with other noise on every rank and step."""
     model = Synthetic(numel)
     noise = torch.Generator().manual_seed(1000 + rank)
 
     def loss(module: nn.Module) -> Tensor:
-        outputs: Tensor = module(torch.randn(batch, model.width, generator=noise))
+        outputs: Tensor = module(place.take(torch.randn(batch, model.width, generator=noise)))
         return outputs.square().mean()
 
-    return model, loss
+    return model.to(place.device), loss
 
 
-def workload(name: str, rank: int, world_size: int) -> tuple[nn.Module, Loss]:
+def workload(name: str, rank: int, world_size: int, place: Place = HOST) -> tuple[nn.Module, Loss]:
     """The model and batches of a workload: "speech:lstman4", or "vision" for its default preset."""
     kind, _, preset = name.partition(":")
     config_class, workload_class = workload_classes(kind)
     task = workload_class(config_class(preset=preset) if preset else config_class(), 0)
     batches = _endless(task, rank, world_size)
-    return task.model(), lambda module: task.loss(module, next(batches))
+    return task.model().to(place.device), lambda module: task.loss(module, place.take(next(batches)))
 
 
 class Synthetic(nn.Module):

@@ -17,6 +17,8 @@ from oktopk.bench.processes import run_ranks
 from oktopk.bench.rank import RankContext
 from oktopk.errors import ConfigError
 from oktopk.reducer import Reducer
+from oktopk.reduction.streams import future_on
+from oktopk.training.devices import DeviceName, Place
 
 WARMUP = 3
 
@@ -32,6 +34,7 @@ class OverlapBench:
     wire: str = "float32"
     bucket_cap_mb: float = 2.0
     steps: int = 12
+    device: DeviceName = "cpu"
 
     def __post_init__(self) -> None:
         if self.batch < 1 or self.steps < 1 or self.bucket_cap_mb <= 0:
@@ -64,7 +67,7 @@ def measure(context: RankContext, **options: Any) -> None:
     """The work of one rank."""
     bench = OverlapBench(**options)
     times: dict[str, list[float]] = {"overlapped": [], "serialised": [], "floor": []}
-    variants = {name: _Variant(name, bench, context.rank) for name in times}
+    variants = {name: _Variant(name, bench, context.rank, context.place) for name in times}
     for step in range(WARMUP + bench.steps):
         for name, variant in variants.items():
             seconds = variant.step()
@@ -80,11 +83,12 @@ def measure(context: RankContext, **options: Any) -> None:
 class _Variant:
     """A model whose buckets are reduced at once, after backward, or never."""
 
-    def __init__(self, name: str, bench: OverlapBench, rank: int) -> None:
+    def __init__(self, name: str, bench: OverlapBench, rank: int, place: Place) -> None:
         torch.manual_seed(0)
+        self._place = place
         self.reducer, self.buckets = Reducer(bench.algorithm, bench.density, wire=bench.wire), 0
         self._name, self._waiting = name, list[tuple[list[tuple[str, int]], Tensor]]()
-        model, self._loss = models.synthetic(bench.numel, rank, bench.batch)
+        model, self._loss = models.synthetic(bench.numel, rank, bench.batch, place)
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._ddp = DistributedDataParallel(
             model, bucket_cap_mb=bench.bucket_cap_mb, gradient_as_bucket_view=True, init_sync=False
@@ -101,6 +105,7 @@ class _Variant:
             self.reducer.submit(layout, flat).wait()
         self._waiting.clear()
         self._optimizer.step()
+        self._place.finish()
         return perf_counter() - started
 
     def take(self, bucket: Any) -> torch.futures.Future[Tensor]:
@@ -110,7 +115,7 @@ class _Variant:
             return self.reducer.submit(layout, bucket.buffer())
         if self._name == "serialised":
             self._waiting.append((layout, bucket.buffer()))
-        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        done: torch.futures.Future[Tensor] = future_on(bucket.buffer().device)
         done.set_result(bucket.buffer())
         return done
 

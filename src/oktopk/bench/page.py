@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from oktopk.bench import plots
 from oktopk.bench.allreduce import AllreduceResult, rounds_text
 from oktopk.bench.machine import Machine
+from oktopk.bench.markdown import markdown_table
 from oktopk.bench.measurement import Measurement
 from oktopk.bench.overlap import OverlapResult
 from oktopk.bench.planner import CLUSTER_SIZES, LINKS, best_sparse, recommend, speedup
@@ -79,7 +80,7 @@ def _must(docs: Path, steps: Mapping[str, StepRun]) -> list[str]:
     results = {name.partition("-")[2]: rows for name, (_, rows) in steps.items()}
     found = targets(results, _allreduces(docs / "bench" / "scaling.jsonl"), _errors(steps))
     rows = [_target_row(one) for one in found]
-    return ["## What we hold ourselves to", "", *_table(rows), ""] if rows else []
+    return ["## What we hold ourselves to", "", *markdown_table(rows), ""] if rows else []
 
 
 def _target_row(one: Measurement) -> dict[str, Any]:
@@ -98,7 +99,7 @@ def _step_section(docs: Path, name: str, header: Header, results: Sequence[StepR
     lines = [f"## Training steps at {network}", "", f"`{header.command}`", ""]
     lines += [*(f"- {note}" for note in header.notes), ""]
     lines += [figure, ""]
-    return [*lines, *_table(_step_row(r) for r in results), ""]
+    return [*lines, *markdown_table(_step_row(r) for r in results), ""]
 
 
 def _step_row(result: StepResult) -> dict[str, Any]:
@@ -135,7 +136,7 @@ def _collective_section(docs: Path) -> list[str]:
     ]  # fmt: skip
     lines = ["## The collective alone", "", f"`{header.command}`", "", *(f"- {note}" for note in header.notes), ""]
     lines += ["Any method needs at least 2 words per (k(P-1)/P) with 32-bit pairs; Ok-Topk never more than 6.", ""]
-    return [*lines, figure, "", *_table(rows), ""]
+    return [*lines, figure, "", *markdown_table(rows), ""]
 
 
 def _scaling_section(docs: Path) -> list[str]:
@@ -154,7 +155,7 @@ def _scaling_section(docs: Path) -> list[str]:
         rounds = rounds_text([mine[size] for size in sizes])
         rows.append({"algorithm": algorithm, **cells, "growth": f"{growth:.2f}", "rounds": rounds})
     lines = ["## Growing worlds", "", f"`{header.command}`", "", *(f"- {note}" for note in header.notes), ""]
-    return [*lines, figure, "", *_table(rows), ""]
+    return [*lines, figure, "", *markdown_table(rows), ""]
 
 
 def _overlap_section(docs: Path) -> list[str]:
@@ -168,7 +169,7 @@ def _overlap_section(docs: Path) -> list[str]:
         "serialised [ms]": f"{result.serialised * 1e3:.0f}", "floor [ms]": f"{result.floor * 1e3:.0f}",
         "hidden": f"{result.hidden:.0%}",
     }  # fmt: skip
-    return ["## Overlap with backward", "", f"`{header.command}`", "", *_table([shown]), ""]
+    return ["## Overlap with backward", "", f"`{header.command}`", "", *markdown_table([shown]), ""]
 
 
 def _plan_section(docs: Path, steps: Mapping[str, StepRun]) -> list[str]:
@@ -187,7 +188,7 @@ def _plan_section(docs: Path, steps: Mapping[str, StepRun]) -> list[str]:
         "`oktopk plan --validate docs/bench/step-1gbit.jsonl`",
         "",
     ]
-    lines += [figure, "", *_table(rows), ""]
+    lines += [figure, "", *markdown_table(rows), ""]
     return [*lines, *_scale_section(docs, next(iter(steps.values())))]
 
 
@@ -210,7 +211,7 @@ def _scale_section(docs: Path, run: StepRun) -> list[str]:
     lines = ["### On paper: to 10,000 ranks and over the internet", ""]
     lines += ["Predicted speed-up of the best sparse choice over dense, for the same model with a core of its own per"]
     lines += ["rank and 100 ms of computation per step. Nobody measured these: `oktopk plan` computed them.", ""]
-    return [*lines, figure, "", *_table(rows), ""]
+    return [*lines, figure, "", *markdown_table(rows), ""]
 
 
 def _figure(docs: Path, name: str, title: str, drawing: Drawing) -> str:
@@ -226,11 +227,3 @@ def _errors(steps: Mapping[str, StepRun]) -> list[float]:
 
 def _allreduces(path: Path) -> list[AllreduceResult]:
     return [AllreduceResult(**row) for row in read_results(path)[1]] if path.is_file() else []
-
-
-def _table(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """A Markdown table whose columns are the keys of the first row."""
-    rows = list(rows)
-    columns = list(rows[0]) if rows else []
-    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    return lines + ["| " + " | ".join(str(row.get(name, "")) for name in columns) + " |" for row in rows]

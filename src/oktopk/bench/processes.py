@@ -29,6 +29,9 @@ LAST_WORDS = 12  # lines of a dead rank's standard error that its epitaph quotes
 
 Record = dict[str, Any]
 
+# Emulated hosts are one machine: NCCL must not find a way around their network.
+_NCCL = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
+
 
 @dataclass(frozen=True)
 class _Exit:
@@ -114,7 +117,7 @@ def _environment(cluster: Cluster, rank: int, port: int) -> dict[str, str]:
         "RANK": str(rank), "WORLD_SIZE": str(cluster.world_size), "LOCAL_RANK": str(rank % cluster.per_host),
         "MASTER_ADDR": cluster.master, "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": cluster.interface,
         "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1",
-    }  # fmt: skip
+    } | (_NCCL | {"NCCL_SOCKET_IFNAME": cluster.interface} if cluster.emulated else {})  # fmt: skip
 
 
 @contextmanager

@@ -17,13 +17,14 @@ import torch
 import torch.distributed as dist
 
 from oktopk.bench.cluster import interface_bytes
+from oktopk.training.devices import HOST, Place, find_place
 
 
 class RankContext:
     """What a task knows of the rank it runs on, and where it puts its records."""
 
-    def __init__(self, rank: int, world_size: int, interface: str, writer: int) -> None:
-        self.rank, self.world_size, self.interface = rank, world_size, interface
+    def __init__(self, rank: int, world_size: int, interface: str, writer: int, place: Place = HOST) -> None:
+        self.rank, self.world_size, self.interface, self.place = rank, world_size, interface, place
         self._file = os.fdopen(writer, "w", buffering=1)
 
     def emit(self, **record: Any) -> None:
@@ -38,12 +39,21 @@ class RankContext:
 def main(argv: Sequence[str]) -> None:
     task, arguments, writer, timeout = argv
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=float(timeout)))
-    context = RankContext(dist.get_rank(), dist.get_world_size(), os.environ["GLOO_SOCKET_IFNAME"], int(writer))
+    options = json.loads(arguments)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    place = find_place(options.pop("device", "cpu"), rank)  # all hosts are this one
+    dist.init_process_group(backend_for(place, world_size), timeout=timedelta(seconds=float(timeout)))
+    context = RankContext(rank, world_size, os.environ["GLOO_SOCKET_IFNAME"], int(writer), place)
     module, function = task.split(":")
-    getattr(import_module(module), function)(context, **json.loads(arguments))
+    getattr(import_module(module), function)(context, **options)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def backend_for(place: Place, world_size: int) -> str:
+    """NCCL for what DDP does by itself on GPUs; it cannot serve two ranks of one GPU."""
+    is_alone = place.device.type == "cuda" and world_size <= torch.cuda.device_count() and dist.is_nccl_available()
+    return "cpu:gloo,cuda:nccl" if is_alone else "gloo"
 
 
 if __name__ == "__main__":

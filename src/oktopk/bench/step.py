@@ -22,6 +22,7 @@ from oktopk.bench.processes import Record, run_ranks
 from oktopk.bench.rank import RankContext
 from oktopk.errors import ConfigError
 from oktopk.front_ends.optimizer import DistributedOptimizer
+from oktopk.training.devices import DeviceName, Place
 
 MOST_STEPS, LEAST_STEPS, FLOOR_STEPS = 30, 3, 5
 
@@ -38,6 +39,7 @@ class StepBench:
     repeats: int = 2  # rounds over all contenders; the best round of each counts
     steady_seconds: float = 5.0  # who takes this long per step waits for the network, which is steady: gets one round
     bucket_cap_mb: int = DEFAULT_CAP_MB
+    device: DeviceName = "cpu"
 
     def __post_init__(self) -> None:
         if self.repeats < 1 or self.seconds <= 0:
@@ -90,6 +92,7 @@ def bench_step(
             "numel": bench.numel, "model": bench.model, "density": bench.density,
             "contenders": contenders, "seconds": bench.seconds,
             "cap_mb": bench.bucket_cap_mb, "counted": cluster.emulated, "per_host": cluster.per_host,
+            "device": bench.device,
         }  # fmt: skip
         limit = 120.0 + len(bench.contenders) * (20 * bench.seconds + 120)
         run_ranks(cluster, "oktopk.bench.step:measure", arguments, limit, hear)
@@ -142,7 +145,7 @@ def measure(
         if name == "floor":
             attached, loss = floor, floor_loss
         else:
-            below = _measure_floor(floor, floor_loss) if is_untouched else below
+            below = _measure_floor(context.place, floor, floor_loss) if is_untouched else below
             attached, loss = _attached(name, context, numel, model, density, cap_mb, per_host)
         record = _measure_one(context, attached, loss, seconds, counted, per_host)
         if attached is floor:
@@ -165,14 +168,14 @@ def _attached(
 ) -> tuple[Attached, models.Loss]:
     torch.manual_seed(0)
     if model:
-        module, loss = models.workload(model, context.rank, context.world_size)
+        module, loss = models.workload(model, context.rank, context.world_size, context.place)
     else:
-        module, loss = models.synthetic(numel, context.rank)
+        module, loss = models.synthetic(numel, context.rank, place=context.place)
     return attach(name, module, density, cap_mb, per_host), loss
 
 
-def _measure_floor(floor: Attached, loss: models.Loss) -> float:
-    times = [_timed_step(floor, loss) for _ in range(FLOOR_STEPS + 1)][1:]
+def _measure_floor(place: Place, floor: Attached, loss: models.Loss) -> float:
+    times = [_timed_step(place, floor, loss) for _ in range(FLOOR_STEPS + 1)][1:]
     return float(median(_over_ranks(torch.tensor(times), dist.ReduceOp.MAX).tolist()))
 
 
@@ -185,12 +188,12 @@ def _measure_one(
     per_host: int,
 ) -> Record:
     for _ in range(attached.warmup):
-        probe = _timed_step(attached, loss)
+        probe = _timed_step(context.place, attached, loss)
     steps = _agreed_steps(probe, seconds)
     before, busy = context.wire_bytes()[0], process_time()
     times, phases = [], []
     for _ in range(steps):
-        times.append(_timed_step(attached, loss))
+        times.append(_timed_step(context.place, attached, loss))
         phases.append(attached.phases())
     busy = (process_time() - busy) / steps
     dist.barrier()
@@ -204,12 +207,13 @@ def _measure_one(
     }  # fmt: skip
 
 
-def _timed_step(attached: Attached, loss: models.Loss) -> float:
+def _timed_step(place: Place, attached: Attached, loss: models.Loss) -> float:
     dist.barrier()
     started = perf_counter()
     attached.optimizer.zero_grad()
     loss(attached.model).backward()
     attached.optimizer.step()
+    place.finish()
     return perf_counter() - started
 
 

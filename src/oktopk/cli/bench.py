@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from oktopk.cli.console import bytes_text, console, table
 
@@ -23,6 +23,7 @@ COMMANDS: dict[str, str] = {
     "scaling": "oktopk.cli.bench:BenchScaling",
     "overlap": "oktopk.cli.bench:BenchOverlap",
     "kernels": "oktopk.cli.bench_kernels:BenchKernels",
+    "gpu": "oktopk.cli.bench_gpu:BenchGpu",
     "wire": "oktopk.cli.bench_wire:BenchWire",
     "rivals": "oktopk.cli.bench_rivals:BenchRivals",
     "all": "oktopk.cli.bench:BenchAll",
@@ -51,6 +52,7 @@ class BenchStep:
     seconds: float = 4.0  # measured per contender and round; slow ones get at least three steps
     repeats: int = 2  # rounds over all contenders; the best round of each counts; one is enough above 5 s per step
     bucket_cap_mb: int = 25  # DDP's bucket size; PowerSGD always gets one bucket (it hangs on Gloo with more)
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # cuda: one GPU for each rank; auto: GPUs where there are any
     json: Path | None = None  # file for the results, as JSON lines; `oktopk plan --validate` reads it
     plot: Path | None = None  # folder for a plot, as SVG
 
@@ -60,17 +62,19 @@ class BenchStep:
         from oktopk.bench.result_file import header, write_results
         from oktopk.bench.step import StepBench, bench_step_with_costs
         from oktopk.plotting.drawing import write_svg
+        from oktopk.training.devices import kind_of
 
         bench = StepBench(
             self.numel, self.model, self.density, self.contenders or EVERYONE, self.seconds, self.repeats,
-            bucket_cap_mb=self.bucket_cap_mb,
+            bucket_cap_mb=self.bucket_cap_mb, device=kind_of(self.device),
         )  # fmt: skip
         with _cluster(self.hosts, self.network, self.latency, self.ranks_per_host) as cluster:
             with console().status("starting the ranks") as status:
                 results, costs = bench_step_with_costs(
                     cluster, bench, lambda r: status.update(f"{r.contender}: {r.step_seconds * 1e3:.0f} ms per step")
                 )
-            run = header("step", _command(), cluster, costs.to_json())
+            # The planner's costs are those of processors.
+            run = header("step", _command(), cluster, costs.to_json() if bench.device == "cpu" else None)
         console().print(table(f"training steps on {_where(cluster)}", [_step_row(r) for r in results]))
         if self.json:
             write_results(self.json, run, results)
@@ -179,14 +183,23 @@ class BenchOverlap:
     wire: str = "float32"  # value format
     bucket_cap_mb: float = 2.0  # DDP's bucket size; smaller = more buckets, earlier starts, more rounds
     steps: int = 12  # measured, of each variant in turns
+    device: Literal["cpu", "cuda"] = "cpu"  # cuda: one GPU for each rank, shared if there are fewer
     json: Path | None = None  # file for the results, as JSON lines
 
     def __call__(self) -> int:
         from oktopk.bench.overlap import OverlapBench, bench_overlap
         from oktopk.bench.result_file import header, write_results
+        from oktopk.training.devices import kind_of
 
         bench = OverlapBench(
-            self.numel, self.batch, self.algorithm, self.density, self.wire, self.bucket_cap_mb, self.steps
+            self.numel,
+            self.batch,
+            self.algorithm,
+            self.density,
+            self.wire,
+            self.bucket_cap_mb,
+            self.steps,
+            kind_of(self.device),
         )
         with _cluster(self.hosts, self.network, "0ms", 1) as cluster, console().status("measuring"):
             result = bench_overlap(cluster, bench)

@@ -6,11 +6,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from oktopk.cli.console import console, table
 
 if TYPE_CHECKING:
+    from oktopk.bench.kernels_device import DeviceResult
     from oktopk.bench.measurement import Measurement
 
 
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 class BenchKernels:
     """Time the local selection against torch's add_ and topk and the reference kernels, in one run, on one thread.
 
-    At the default size figures have targets: exits with 1 when one misses what it must reach.
+    At the default size figures have targets: exits with 1 when one misses what it must reach. With --device cuda:
+    bytes per second on a GPU, against a copy there.
 
     Example:
       oktopk bench kernels --numel 1000000 --sizes 100000
@@ -30,10 +32,24 @@ class BenchKernels:
     """Runs of each, of which the best counts."""
     sizes: tuple[int, ...] = (100_000, 1_000_000, 100_000_000)
     """Entries of the second table; 100 million need 2 GB of memory."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where tensors are."""
     json: Path | None = None
     """Write all numbers to this file."""
 
     def __call__(self) -> int:
+        return self._on_gpu() if self.device == "cuda" else self._on_cpu()
+
+    def _on_gpu(self) -> int:
+        from oktopk.bench.kernels_device import measure_on
+        from oktopk.training.devices import find_place
+
+        result = measure_on(find_place(self.device, 0), self.numel, self.repeats)
+        show_traffic(result)
+        write_json(self.json, result.to_json())
+        return 0
+
+    def _on_cpu(self) -> int:
         from oktopk.bench.kernels import measure_kernels
 
         result = measure_kernels(self.numel, self.repeats, self.sizes)
@@ -47,6 +63,16 @@ class BenchKernels:
         out.print(f"{result.warm_up.warm:.2f} s with the cache on disk. Kernels: {result.reason}.")
         write_json(self.json, result.to_json())
         return 0 if result.ok else 1
+
+
+def show_traffic(result: DeviceResult) -> None:
+    """What a device does with its memory."""
+    from oktopk.bench.kernels_device import traffic_rows
+
+    title = f"{result.kernels} kernels on {result.device}, {result.numel:,} float32 entries, density {result.density:g}"
+    console().print(table(title, traffic_rows(result)))
+    extra = "" if result.extra_memory is None else f"A selection takes {result.extra_memory:.1%} of the gradient more. "
+    console().print(f"{extra}Kernels: {result.reason}.", markup=False, soft_wrap=True)
 
 
 def measurement_table(title: str, measurements: Sequence[Measurement]) -> Any:

@@ -81,17 +81,22 @@ def find_place(wanted: DeviceName, rank: int, precision: Precision = "float32") 
 
     `auto` takes GPUs where there are any.
     """
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if wanted == "cuda" and count == 0:
+    if kind_of(wanted) == "cpu":
+        return Place(torch.device("cpu"), precision)
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return Place(device, precision)
+
+
+def kind_of(wanted: DeviceName) -> Literal["cpu", "cuda"]:
+    """What a wish comes to on this host; a GPU that is not there is an error."""
+    has_gpu = torch.cuda.is_available() and torch.cuda.device_count() > 0
+    if wanted == "cuda" and not has_gpu:
         raise UnsupportedError(
             f"--device cuda wants a GPU, and torch {torch.__version__} sees none here: {_why_none()} "
             "Or compute on the processor, with --device cpu."
         )
-    if wanted == "cpu" or count == 0:
-        return Place(torch.device("cpu"), precision)
-    device = torch.device("cuda", rank % count)
-    torch.cuda.set_device(device)
-    return Place(device, precision)
+    return "cuda" if has_gpu and wanted != "cpu" else "cpu"
 
 
 def allow_determinism() -> None:

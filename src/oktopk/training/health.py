@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -67,16 +68,25 @@ def _backends() -> Check:
 def _kernels() -> list[Check]:
     """Which serve which device, and why."""
     gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    return [_kernels_for(device) for device in (torch.device("cpu"), *gpus)]
+    others = {"mps": torch.backends.mps.is_available(), "xpu": torch.xpu.is_available()}
+    served = [torch.device("cpu"), *gpus, *(torch.device(name) for name, is_there in others.items() if is_there)]
+    return [_kernels_for(device) for device in served] + ([] if len(served) > 1 else [_kernels_for_none()])
 
 
 def _kernels_for(device: torch.device) -> Check:
     choice = choose(device)
-    name = f"kernels on {device}" if device.type == "cpu" else f"kernels on {torch.cuda.get_device_name(device)}"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
     advice = None
-    if device.type == "cuda" and choice.kernels.name != "triton":
+    if device.type != "cpu" and choice.kernels.name != "triton":
         advice = "gradients are selected by plain torch, which is slower; please report the reason"
-    return Check(name, f"{type(choice.kernels).__name__}: {choice.reason}", advice, is_needed=False)
+    return Check(f"kernels on {name}", f"{type(choice.kernels).__name__}: {choice.reason}", advice, is_needed=False)
+
+
+def _kernels_for_none() -> Check:
+    """What there would be for a GPU."""
+    there = importlib.util.find_spec("triton") is not None
+    known = f"triton {importlib.metadata.version('triton')} would compile them" if there else "and no triton for one"
+    return Check("kernels on GPUs", f"no GPU here, {known}", is_needed=False)
 
 
 def _cores() -> Check:
