@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from oktopk.primitives.partition import told_words
 from oktopk.reduction.agreement import agreement_words
 from oktopk.reduction.parts import Part, join, merge
 from oktopk.transport import run_world
+from oktopk.transport.machines import own_machine
 from oktopk.transport.sharing import share
 from oktopk.types import SparseVector
 from pairwise import pairwise
@@ -137,7 +139,7 @@ def test_a_nan_in_one_slice_is_everyones(on_nonfinite: str) -> None:
             before, grad = reducer.residuals(), gradient("normal", 4000, transport.rank, 1)
             grad[17] = float("nan") if transport.rank == 2 else grad[17]  # in the slice of ranks 0 and 2
             if on_nonfinite == "raise":
-                with pytest.raises(NonFiniteError, match="rank 2"):
+                with pytest.raises(NonFiniteError, match=r"rank 2 .* look at all ranks of its host"):
                     reducer.reduce("w", grad)
             else:
                 assert reducer.reduce("w", grad).isnan().all() and reducer.last_step.skipped
@@ -303,3 +305,17 @@ def test_a_rank_owes_one_part_and_no_more() -> None:
             return sum(vector.numel() for vector in state["residuals"].values())
 
     assert max(run_world(8, work)) <= 1.1 * numel / per_host
+
+
+def test_under_torchrun_a_machine_is_what_one_agent_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GROUP_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    alone = own_machine()
+    assert alone == own_machine() and socket.gethostname() in alone
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert own_machine() == alone
+    agents = []
+    for rank in ("0", "1"):
+        monkeypatch.setenv("GROUP_RANK", rank)
+        agents.append(own_machine())
+    assert len({alone, *agents}) == 3

@@ -14,7 +14,7 @@ from oktopk.algorithms import ALGORITHMS, Algorithm
 from oktopk.algorithms.base import Asks, Choice
 from oktopk.algorithms.dense import Dense
 from oktopk.config import DenseConfig, ReducerConfig
-from oktopk.errors import CheckpointError, CommunicationError, OkTopkError
+from oktopk.errors import CheckpointError, CommunicationError, NonFiniteError, OkTopkError
 from oktopk.kernels import Kernels, KernelsByDevice
 from oktopk.metrics import Clock, Sink, timed
 from oktopk.primitives.collectives import Tools
@@ -238,8 +238,16 @@ class Pipeline:
             return check_terms(mine, self.transport, self.settings.shared.on_nonfinite, self._room)
         except (CommunicationError, Agreed):
             raise
+        except NonFiniteError as error:
+            raise Agreed(NonFiniteError(f"{error}{self._whose}")) from error
         except OkTopkError as error:
             raise Agreed(error) from error
+
+    @property
+    def _whose(self) -> str:
+        if self.hosts.is_flat:
+            return ""
+        return " That rank sums a part of its host's gradients: look at all ranks of its host."
 
     def _follow_step(self, step: int, skip: bool) -> bool:
         """Whether to skip: a step with a non-finite bucket is skipped whole, those already reduced are undone."""
