@@ -14,8 +14,11 @@ import torch
 
 import host_cases
 from fault_cases import TIMEOUT
+from oktopk.report import write_report
+from oktopk.training.trainer import resumed_config
 from test_faults import GRACE
 from test_front_ends import check_conservation, check_equal
+from trainings import TOY, changed, strict_rows, toy_config, train_as_rank
 from worlds import run_processes, start
 
 RANKS = 4
@@ -51,6 +54,19 @@ def test_a_skipped_step_of_a_scaler_leaves_every_hosts_residuals_alone(world: li
 def test_the_optimizer_over_hosts_keeps_replicas_equal(world: list[Any]) -> None:
     for _, _, weights in world[1:]:
         assert all(torch.equal(weights[name], world[0][2][name]) for name in weights)
+
+
+def test_the_trainer_sums_inside_hosts_and_goes_on_without(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"density": 0.2, "min_numel": 0, "warmup_steps": 1, "validate_every": 0}
+    run_processes(RANKS, train_as_rank, toy_config(tmp_path, "run", hosts=2, max_steps=3, **options), timeout=100)
+    reports = [row["reduce"] for row in strict_rows(tmp_path / "run" / "steps.jsonl")]
+    assert [report["phase"] for report in reports] == ["dense", "sparse", "sparse"]
+    assert all(report["inside_bytes"] > 0 for report in reports)
+    write_report([tmp_path / "run"], tmp_path / "report.html")
+    assert "inside the host: " in (tmp_path / "report.html").read_text()
+    flat = changed(resumed_config(tmp_path / "run", TOY), hosts=1, max_steps=5)
+    run_processes(2, train_as_rank, flat, timeout=100)
+    assert [row["reduce"]["inside_bytes"] for row in strict_rows(tmp_path / "run" / "steps.jsonl")][3:] == [0, 0]
 
 
 @pytest.mark.parametrize(

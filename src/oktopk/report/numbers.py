@@ -43,6 +43,7 @@ class Totals:
     sent: float | None  # bytes
     dense_bytes: float | None  # what a dense run of as many steps would have sent
     sparse_sent_per_step: float | None
+    inside_per_step: float | None  # bytes to ranks of the same host, besides; None if there were none
     dense_sent_per_step: float | None
     sparsity: float | None  # mean over sparse steps
     ratio: float | None
@@ -82,6 +83,7 @@ def totals(run: Run) -> Totals:
         sent=float(sum(record.bytes_sent for record in records)) if records else None,
         dense_bytes=float(sum(record.dense_bytes for record in records)) if records else None,
         sparse_sent_per_step=_mean([record.bytes_sent for record in sparse]),
+        inside_per_step=_mean([record.inside_bytes for record in sparse if record.inside_bytes]),
         dense_sent_per_step=_mean([record.dense_bytes for record in records]),
         sparsity=_mean([record.sparsity for record in sparse]),
         ratio=_mean([record.compression_ratio for record in sparse]),

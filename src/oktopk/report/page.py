@@ -118,6 +118,7 @@ def _cards(run: Totals) -> Iterator[Card]:
         yield Card("Sparsity", say(run.sparsity, "share"), _note("ratio {} on sparse steps", run.ratio, plain))
     if run.sparse_sent_per_step is not None:
         note = _note("dense: {}", run.dense_sent_per_step, lambda value: say(value, "bytes"))
+        note += _note("; inside the host: {}", run.inside_per_step, lambda value: say(value, "bytes"))
         yield Card("Sent per sparse step", say(run.sparse_sent_per_step, "bytes"), note)
     if run.saving is not None and run.sent is not None and run.dense_bytes is not None:
         note = f"{say(run.sent, 'bytes')} instead of {say(run.dense_bytes, 'bytes')}, warm-up included"
