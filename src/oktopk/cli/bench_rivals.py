@@ -31,6 +31,7 @@ class BenchRivals:
     workers: int = 2  # processes to start on this machine
     epochs: int | None = None  # passes over the training set; None: the preset's
     lr: float | None = None  # learning rate; None: the preset's, which is for means of gradients
+    lr_warmup_epochs: float | None = None  # linear rise of the rate; None: the preset's
     seed: int = 0  # of initial weights and data order
     json: Path | None = None  # file that the result is added to, as a JSON line
 
@@ -55,7 +56,8 @@ class BenchRivals:
 
         bind_worker(find_rank())
         config = TrainConfig(
-            workload=self.workload, preset=self.preset, data=self.data, epochs=self.epochs, lr=self.lr, seed=self.seed
+            workload=self.workload, preset=self.preset, data=self.data, epochs=self.epochs, lr=self.lr, seed=self.seed,
+            lr_warmup_epochs=self.lr_warmup_epochs,
         )  # fmt: skip
         with joined_world() as world:
             result = train_rival(config, self.rival, self.settings, self.every, world, TorchTransport())
