@@ -178,7 +178,9 @@ def test_all_end_with_the_mean_of_their_weights() -> None:
             torch.testing.assert_close(own, start() + 1)  # the mean of 0, 1 and 2
 
 
-@pytest.mark.parametrize(("rival", "settings"), [("sparseloco", {}), ("sparta", {"share": 0.1}), ("diloco", {})])
+@pytest.mark.parametrize(
+    ("rival", "settings"), [("sparseloco", {"kept": 48.0, "side": 64.0}), ("sparta", {"share": 0.1}), ("diloco", {})]
+)
 def test_a_training_with_a_rival_learns_and_counts_what_it_sends(rival: str, settings: dict[str, float]) -> None:
     config = TrainConfig(
         workload="gpt", preset="tiny", epochs=1, lr=0.01, workload_options={"epoch_steps": 12, "valid_windows": 32}

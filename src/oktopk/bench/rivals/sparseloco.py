@@ -39,9 +39,9 @@ class SparseLoCo:
         side: int = 64,  # blocks are side x side, or `side` entries of a vector (paper: 64)
         kept: int = 64,  # largest entries of a block that are sent (paper: 64)
     ) -> None:
-        self._transport, self._rate, self._decay, self._kept = transport, rate, decay, kept
+        self._transport, self._rate, self._decay, self._kept = transport, rate, decay, int(kept)
         self._shared, self._owed = start.clone(), torch.zeros_like(start)
-        self._blocks = [blocks_of(shape, side) for shape in shapes]
+        self._blocks = [blocks_of(shape, int(side)) for shape in shapes]
         self._sizes = [shape.numel() for shape in shapes]
 
     def synchronize_(self, own: Tensor) -> None:
