@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from oktopk.algorithms import ALGORITHMS
 from oktopk.config import WIRES
 from oktopk.errors import ConfigError, MismatchError, NonFiniteError, OkTopkError, UnsupportedError
 from oktopk.front_ends.advice import advise_at_first_step
+from oktopk.front_ends.every import Measured
 from oktopk.transport import ThreadTransport, run_world
 
 RATE = 0.1
@@ -345,8 +347,6 @@ def test_after_close_the_optimizer_steps_alone() -> None:
 
 
 def test_auto_synchronises_as_rarely_as_a_tenth_of_the_time_allows(monkeypatch: pytest.MonkeyPatch) -> None:
-    from oktopk.front_ends.every import Measured
-
     def work(transport: ThreadTransport) -> list[int]:
         with oktopk.Reducer(group=transport) as reducer:
             every = Measured(reducer)
@@ -359,6 +359,39 @@ def test_auto_synchronises_as_rarely_as_a_tenth_of_the_time_allows(monkeypatch: 
     world = run_world(2, work)
     assert world[0] == world[1] and world[0][0] == 1
     assert world[0][-1] == 50, "0.1 s of the slower rank are a tenth of 50 steps of 20 ms"
+
+
+def test_auto_waits_until_a_reduction_beside_training_has_arrived() -> None:
+    def work(transport: ThreadTransport) -> int:
+        with oktopk.Reducer(group=transport) as reducer:
+            every = Measured(reducer)
+            for _ in range(8):
+                every.observe(0.001, 0.02, 0.05 * (1 + transport.rank))
+            return every.steps(0)
+
+    assert run_world(2, work) == [5, 5], "100 ms of the slower rank hide behind 5 steps of 20 ms"
+
+
+def test_with_overlap_auto_counts_what_training_does_not_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reduction that takes 60 ms beside steps of next to nothing: its time is seen, though not as synchronising."""
+    seen: list[tuple[float, float]] = []
+    monkeypatch.setattr(Measured, "observe", lambda _, cost, computing, travel=0.0: seen.append((cost, travel)))
+
+    def work(transport: ThreadTransport) -> None:
+        model = model_of()
+        optimizer = sgd(model)
+        options: Any = {"every": "auto", "overlap": True, "group": transport, "min_numel": 0}
+        with oktopk.local_steps(model, optimizer, **options) as handle:
+            pipeline = handle.reducer._pipeline
+            reduce_ = pipeline.reduce_
+            pipeline.reduce_ = lambda *args: (time.sleep(0.06), reduce_(*args))[1]  # type: ignore[method-assign]
+            for step in range(4):
+                push(model, optimizer, transport.rank, step)
+            handle.finish()
+
+    run_world(2, work)
+    assert sorted(travel > 0.05 for _, travel in seen) == [False] * 2 + [True] * 6, "nothing travels before the first"
+    assert sorted(cost for cost, _ in seen)[3] < 0.05
 
 
 def _trained(transport: ThreadTransport, folder: Any, save_at: int, steps: int, load: bool, **options: Any) -> Any:

@@ -28,8 +28,8 @@ class Interval(Protocol):
         """How many steps after `step` the next synchronisation comes."""
         ...
 
-    def observe(self, synchronising: float, computing: float) -> None:
-        """Learn how many seconds a synchronisation took, and a step without it."""
+    def observe(self, synchronising: float, computing: float, travelling: float = 0.0) -> None:
+        """Learn how many seconds a synchronisation took, a step without it, and a reduction beside training."""
         ...
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -62,7 +62,7 @@ class Given:
         require_positive(f"every({step})", steps)
         return steps
 
-    def observe(self, synchronising: float, computing: float) -> None:
+    def observe(self, synchronising: float, computing: float, travelling: float = 0.0) -> None:
         """Nothing is learned."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -74,21 +74,24 @@ class Given:
 
 @dataclass
 class Measured:
-    """So many steps that synchronising takes a tenth of the time, on the slowest rank; agreed between ranks."""
+    """So many steps that synchronising takes a tenth of the time, on the slowest rank; agreed between ranks.
+
+    And so many that a reduction which travels beside training has arrived when it is applied.
+    """
 
     reducer: Reducer
     now: int = 1
     synchronisations: int = 0
-    _seconds: list[tuple[float, float]] = field(default_factory=list)
+    _seconds: list[tuple[float, float, float]] = field(default_factory=list)
 
     def steps(self, step: int) -> int:
         return self.now
 
-    def observe(self, synchronising: float, computing: float) -> None:
+    def observe(self, synchronising: float, computing: float, travelling: float = 0.0) -> None:
         self.synchronisations += 1
         if self.synchronisations % LOOK_AGAIN > SAMPLES + 1:
             return
-        self._seconds.append((synchronising, computing))
+        self._seconds.append((synchronising, computing, travelling))
         if len(self._seconds) > SAMPLES:
             self._decide()
 
@@ -96,12 +99,13 @@ class Measured:
         timed, self._seconds = self._seconds[1:], []
         mine = [round(1e9 * median(column)) for column in zip(*timed, strict=True)]
         rows = self.reducer.communicate(lambda transport: transport.agree(mine))
-        synchronising, computing = max(row[0] for row in rows) / 1e9, max(1, min(row[1] for row in rows)) / 1e9
-        self.now = min(MOST, max(1, math.ceil(synchronising / (SHARE * computing))))
+        synchronising, travelling = (max(row[index] for row in rows) / 1e9 for index in (0, 2))
+        computing = max(1, min(row[1] for row in rows)) / 1e9
+        self.now = min(MOST, max(1, math.ceil(max(synchronising / SHARE, travelling) / computing)))
         if self.reducer.rank == 0:
             log.info(
-                "every=%d: synchronising takes %.1f ms and a step %.1f ms.",
-                self.now, synchronising * 1e3, computing * 1e3,
+                "every=%d: synchronising takes %.1f ms, a reduction beside training %.1f ms and a step %.1f ms.",
+                self.now, synchronising * 1e3, travelling * 1e3, computing * 1e3,
             )  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:

@@ -134,7 +134,8 @@ class LocalSteps:
         self._synchronisations = 0
         self._due = self._interval.steps(0)
         self._under_way: list[torch.futures.Future[Tensor]] = []
-        self._ended = perf_counter()
+        self._ended = self._submitted = perf_counter()
+        self._arrived: float | None = None  # when the last reduction had travelled
         self._undo = list(self._attach(scaler, ddp))
         self._written = self._weights.written()
 
@@ -212,11 +213,14 @@ class LocalSteps:
         self._refuse_while_lent("synchronize()")
         began = perf_counter()
         computing = (began - self._ended) / max(1, self._since)
+        travelling = self._await_arrival()
+        if self._updates.deferred:
+            began = perf_counter()  # what training waited for does not come again once the interval is long enough
         if self.world_size > 1:
             self._reduce(dense=False)
         self._ended = perf_counter()
         self._since = 0
-        self._interval.observe(self._ended - began, computing)
+        self._interval.observe(self._ended - began, computing, travelling)
         self._due = self._interval.steps(self.step)
 
     def _reduce(self, dense: bool) -> None:
@@ -232,9 +236,21 @@ class LocalSteps:
                 only_some = pipeline.asks != "everything" and not request.dense
                 k = pipeline.k_at(step, own.numel) if only_some else 0
                 self._updates.choose(own, k, pipeline.algorithm_of(own.layout).ask_ahead)
+        self._submitted, self._arrived = perf_counter(), None
         self._under_way += [self.reducer._submit(own, request) for own, request in given]
+        self._under_way[-1].add_done_callback(self._note_arrival)
         if not self._updates.deferred:
             self._complete()
+
+    def _note_arrival(self, _: object) -> None:
+        self._arrived = perf_counter()
+
+    def _await_arrival(self) -> float:
+        """Wait for the reduction that travels beside training, if one does; how many seconds it took."""
+        if not self._under_way:
+            return 0.0
+        self._wait()
+        return (self._arrived or perf_counter()) - self._submitted
 
     def _complete(self) -> None:
         """Wait for what is under way, and apply it if that was put off."""
