@@ -171,3 +171,25 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     globals()[sys.argv[1]]()
+
+
+def killed_while_synchronising(overlap: bool) -> tuple[str, str, float]:
+    """Rank 1 is killed in the middle of a synchronisation of updates, the third."""
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    handle = oktopk.local_steps(
+        model, optimizer, algorithm="oktopk", every=2, overlap=overlap, min_numel=0, timeout=TIMEOUT
+    )
+    data = list(batches(dist.get_rank(), 9))
+
+    def work() -> None:
+        for step, x in enumerate(data):
+            if step == 5 and dist.get_rank() == 1:
+                handle.reducer._pipeline.tools.wire.__dict__["pack"] = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+
+    outcome = caught(work)
+    handle.close()
+    return outcome

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,7 @@ from oktopk.bench.cluster import Cluster, missing_for_emulation, namespaces, ope
 from oktopk.bench.contenders import EVERYONE, require_known
 from oktopk.bench.network import Network
 from oktopk.bench.overlap import OverlapBench, OverlapResult, bench_overlap
+from oktopk.bench.overlap_updates import bench_overlap_of_updates
 from oktopk.bench.page import write_page
 from oktopk.bench.result_file import header, write_results
 from oktopk.bench.step import StepBench, StepResult, bench_step, best
@@ -140,11 +141,18 @@ def test_a_world_larger_than_the_place_is_refused() -> None:
 def test_overlap_is_measured_both_ways() -> None:
     result = bench_overlap(Cluster(2), OverlapBench(numel=NUMEL, batch=4, bucket_cap_mb=0.05, steps=2))
     assert result.buckets >= 2 and min(result.overlapped, result.serialised, result.floor) > 0
+    updates = bench_overlap_of_updates(
+        Cluster(2), BenchOverlap(reduce="updates", numel=NUMEL, batch=4, steps=2)._bench()
+    )
+    assert min(updates.overlapped, updates.serialised, updates.floor) > 0
 
 
 def test_the_command_of_the_page_measures_what_the_page_shows() -> None:
-    flags = {field.name: field.default for field in fields(BenchOverlap)}
-    assert {name: flags[name] for name in vars(OverlapBench())} == vars(OverlapBench())
+    assert BenchOverlap()._bench() == OverlapBench()
+    updates = BenchOverlap(reduce="updates")._bench()
+    assert (updates.algorithm, updates.density, updates.wire) == ("randomk", 0.3, "codebook2")
+    largest = BenchOverlap(reduce="updates", algorithm="oktopk", wire="int4")._bench()
+    assert (largest.density, largest.wire) == (0.05, "int4")
 
 
 def test_hidden_is_the_part_that_overlap_saves() -> None:

@@ -57,6 +57,18 @@ def check_kill(world_size: int, victim: int, at: float) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_rank_killed_while_it_synchronises_updates_is_named_in_time(overlap: bool) -> None:
+    outcomes = start(3, fault_cases.killed_while_synchronising, overlap, timeout=100)
+    assert outcomes[1].code == -signal.SIGKILL
+    for outcome in (outcomes[0], outcomes[2]):
+        assert outcome.payload, f"rank {outcome.rank} ended with {outcome.code}: {outcome.output[-6000:]}"
+        kind, message, seconds = pickle.loads(outcome.payload)
+        assert kind == "PeerError" and message.startswith("rank 1 failed at step"), message
+        assert seconds < TIMEOUT + GRACE
+
+
+@pytest.mark.slow
 def test_a_stopped_rank_that_holds_the_store_is_named_by_the_others() -> None:
     outcomes = start(3, fault_cases.stopped, timeout=60)
     assert outcomes[0].code == -signal.SIGKILL

@@ -98,6 +98,15 @@ def test_what_ranks_changed_is_in_the_shared_weights_or_still_owed(algorithm: st
         assert all(torch.equal(shared, world[0][1]) for _, shared, _, _ in world), "equal bits on all ranks"
 
 
+@pytest.mark.parametrize("wire", WIRES)
+def test_every_algorithm_conserves_over_every_wire(wire: str) -> None:
+    for algorithm in (name for name in ALGORITHMS if (name, wire) not in PAIRS):
+        world = run_world(2, lambda t, name=algorithm: run(t, 3, algorithm=name, wire=wire))  # type: ignore[misc]
+        accounted = 2 * (world[0][0] - world[0][1]) + world[0][2] + world[1][2]
+        torch.testing.assert_close(accounted, world[0][3] + world[1][3], rtol=0, atol=4e-6)
+        assert torch.equal(world[0][1], world[1][1]), algorithm
+
+
 @pytest.mark.parametrize("every", [1, 3, lambda step: 2 if step < 4 else 1])
 def test_finishing_leaves_everyone_with_the_mean_of_all_changes(every: Any) -> None:
     world = run_world(3, lambda t: run(t, steps=7, finish=True, every=every, wire="int8"))

@@ -73,9 +73,9 @@ def measure(context: RankContext, **options: Any) -> None:
             seconds = variant.step()
             if step >= WARMUP:
                 times[name].append(seconds)
-    slowest = {name: _slowest(seconds) for name, seconds in times.items()}
+    found = {name: slowest(seconds) for name, seconds in times.items()}
     if context.rank == 0:
-        context.emit(**slowest, buckets=variants["serialised"].buckets)
+        context.emit(**found, buckets=variants["serialised"].buckets)
     for variant in variants.values():
         variant.reducer.close()
 
@@ -124,7 +124,8 @@ def _hook(state: _Variant, bucket: GradBucket) -> torch.futures.Future[torch.Ten
     return state.take(bucket)
 
 
-def _slowest(seconds: list[float]) -> float:
+def slowest(seconds: list[float]) -> float:
+    """The median over steps of the slowest rank's seconds."""
     over_ranks = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(over_ranks, dist.ReduceOp.MAX)
     return float(median(over_ranks.tolist()))

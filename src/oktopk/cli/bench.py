@@ -15,6 +15,7 @@ from oktopk.cli.console import bytes_text, console, table
 if TYPE_CHECKING:
     from oktopk.bench.allreduce import AllreduceResult
     from oktopk.bench.cluster import Cluster
+    from oktopk.bench.overlap import OverlapBench
     from oktopk.bench.step import StepResult
 
 COMMANDS: dict[str, str] = {
@@ -170,6 +171,9 @@ class BenchScaling:
 class BenchOverlap:
     """The same buckets reduced while backward runs, and after it: how much of the cost does backward hide?
 
+    With --reduce updates: local steps without synchronisation, with one after every step, and with one that travels
+    while the next step is computed.
+
     Example:
       oktopk bench overlap --steps 4 --numel 1000000
     """
@@ -178,41 +182,48 @@ class BenchOverlap:
     network: str = "100mbit"  # rate of each host's link
     numel: int = 4_000_000  # parameters of the stand-in model
     batch: int = 128  # samples per rank; more = a longer backward to hide behind
-    algorithm: str = "oktopk"  # dense, topka, topkdsa, gtopk, gaussiank, randomk or oktopk
-    density: float = 0.01  # fraction of the gradient sent
-    wire: str = "float32"  # value format
+    reduce: Literal["gradients", "updates"] = "gradients"  # what is sent
+    algorithm: str | None = None  # dense, topka, ... randomk, oktopk; None: oktopk, for updates randomk
+    density: float | None = None  # fraction sent; None: 0.01, for updates that of local_steps
+    wire: str | None = None  # value format; None: float32, for updates that of local_steps
     bucket_cap_mb: float = 2.0  # DDP's bucket size; smaller = more buckets, earlier starts, more rounds
     steps: int = 12  # measured, of each variant in turns
     device: Literal["cpu", "cuda"] = "cpu"  # cuda: one GPU for each rank, shared if there are fewer
     json: Path | None = None  # file for the results, as JSON lines
 
     def __call__(self) -> int:
-        from oktopk.bench.overlap import OverlapBench, bench_overlap
+        from oktopk.bench.overlap import bench_overlap
+        from oktopk.bench.overlap_updates import bench_overlap_of_updates
         from oktopk.bench.result_file import header, write_results
-        from oktopk.training.devices import kind_of
 
-        bench = OverlapBench(
-            self.numel,
-            self.batch,
-            self.algorithm,
-            self.density,
-            self.wire,
-            self.bucket_cap_mb,
-            self.steps,
-            kind_of(self.device),
-        )
+        bench = self._bench()
+        measure = bench_overlap_of_updates if self.reduce == "updates" else bench_overlap
         with _cluster(self.hosts, self.network, "0ms", 1) as cluster, console().status("measuring"):
-            result = bench_overlap(cluster, bench)
+            result = measure(cluster, bench)
             run = header("overlap", _command(), cluster)
         rows = [
             {"variant": name, "step ms": round(getattr(result, name) * 1e3, 1)}
             for name in ("overlapped", "serialised", "floor")
         ]
-        console().print(table(f"{self.algorithm}, {result.buckets} buckets, on {_where(cluster)}", rows))
-        console().print(f"backward hides {result.hidden:.0%} of the synchronisation.")
+        title = f"{self.reduce}, {bench.algorithm} {bench.wire} at density {bench.density:g}"
+        console().print(table(f"{title}, {result.buckets} buckets, on {_where(cluster)}", rows))
+        hiding = "training" if self.reduce == "updates" else "backward"
+        console().print(f"{hiding} hides {result.hidden:.0%} of the synchronisation.")
         if self.json:
             write_results(self.json, run, [result])
         return 0
+
+    def _bench(self) -> OverlapBench:
+        from oktopk.bench.overlap import OverlapBench
+        from oktopk.config import UPDATES_ALGORITHM, update_defaults
+        from oktopk.training.devices import kind_of
+
+        usual = OverlapBench()
+        algorithm = self.algorithm or (UPDATES_ALGORITHM if self.reduce == "updates" else usual.algorithm)
+        sent = update_defaults(algorithm) if self.reduce == "updates" else usual
+        density, wire = self.density if self.density is not None else sent.density, self.wire or sent.wire
+        sizes, device = (self.numel, self.batch), kind_of(self.device)
+        return OverlapBench(*sizes, algorithm, density, wire, self.bucket_cap_mb, self.steps, device)
 
 
 @dataclass(frozen=True)
