@@ -11,6 +11,7 @@ from typing_extensions import TypedDict
 from oktopk.errors import ConfigError, nearest
 
 Density = float | Mapping[int, float]  # a constant, or {step: density from that step on}
+AUTO = "auto"  # in the place of an algorithm or a wire: found by trying
 WIRES = ("float32", "float16", "bfloat16", "int8", "int4", "codebook2")  # the finest first
 
 
@@ -118,7 +119,7 @@ class ReducerConfig:
 
     density: Density = 0.01  # fraction of the gradient each rank sends; smaller = less traffic, later updates
     warmup_steps: int = 0  # dense steps before sparse ones (paper: 128 LSTM, 512 VGG, 0 BERT)
-    wire: str = "float32"  # how values travel: one of WIRES, narrower = less traffic; rounding stays in the residual
+    wire: str = "float32"  # how values travel: one of WIRES, narrower = less traffic; rounding stays owed; or "auto"
     min_numel: int = 1024  # tensors smaller than this go dense: latency, not volume, is their cost
     on_nonfinite: Literal["raise", "skip"] = "raise"  # skip: return a non-finite gradient, leave residuals alone
     momentum_correction: float = 0.0  # momentum applied before sending; then the optimizer's must be 0 (DGC: 0.9)
@@ -134,8 +135,8 @@ class ReducerConfig:
             raise ConfigError(f"warmup_steps must be 0 or more, got {self.warmup_steps}.")
         if self.min_numel < 0:
             raise ConfigError(f"min_numel must be 0 or more, got {self.min_numel}.")
-        if self.wire not in WIRES:
-            raise ConfigError(f"unknown wire format {self.wire!r}. {nearest(str(self.wire), WIRES)}")
+        if self.wire not in (*WIRES, AUTO):
+            raise ConfigError(f"unknown wire format {self.wire!r}. {nearest(str(self.wire), [*WIRES, AUTO])}")
         if not 0.0 <= self.momentum_correction < 1.0:
             raise ConfigError(f"momentum_correction must be in [0, 1), got {self.momentum_correction}.")
         if self.factor_masking and not self.momentum_correction:

@@ -12,10 +12,10 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from oktopk.algorithms import ALGORITHMS
-from oktopk.config import Density, ReducerConfig, ReducerOptions, split_options
+from oktopk.config import AUTO, Density, ReducerConfig, ReducerOptions, split_options
 from oktopk.errors import ConfigError, nearest
 from oktopk.metrics import Sink, StepRecord
-from oktopk.reduction.autotune import AUTO, AutoConfig, Decision
+from oktopk.reduction.autotune import WIRES_ONCE, AutoConfig, Decision
 from oktopk.reduction.communication import CommunicationThread
 from oktopk.reduction.gradient import Gradient
 from oktopk.reduction.hosts import Hosts, HostsOption, join_hosts
@@ -59,6 +59,7 @@ class Reducer:
         `hosts` is how many consecutive ranks share a host. These reduce densely among themselves, and only one part of
         every parameter each between hosts. "auto" finds out, where there are several hosts with equally many ranks;
         None lets every rank reduce for itself.
+        `wire="auto"` tries float32, bfloat16 and int8 in the first sparse steps, and keeps the fastest.
         `options` are fields of the algorithm's configuration and of `ReducerConfig`.
         """
         if algorithm not in (*ALGORITHMS, AUTO):
@@ -67,7 +68,7 @@ class Reducer:
         own, shared, *tuning = split_options(
             options, config_class, ReducerConfig, *([AutoConfig] if algorithm == AUTO else [])
         )
-        auto = AutoConfig(**tuning[0]) if tuning else None
+        auto = AutoConfig(**tuning[0]) if tuning else WIRES_ONCE if wire == AUTO else None
         self.config = ReducerConfig(density=density, warmup_steps=warmup_steps, wire=wire, **shared)
         settings = Settings(algorithm, config_class(**own), self.config, auto)
         self._pipeline = pipeline = Pipeline(settings, join_hosts(hosts, open_transport(group, timeout)), metrics)
@@ -168,7 +169,7 @@ class Reducer:
 
     @property
     def decisions(self) -> dict[str, Decision]:
-        """What `algorithm="auto"` has decided, and why, by the name of a bucket's first parameter."""
+        """What `algorithm="auto"` or `wire="auto"` has decided, and why, by the name of a bucket's first parameter."""
         pipeline = self._pipeline
         return pipeline.tuner.decisions(pipeline.grouping.current) if pipeline.tuner is not None else {}
 

@@ -21,7 +21,7 @@ from oktopk.errors import ConfigError, nearest
 from oktopk.metrics import StepRecord
 from oktopk.reducer import Reducer
 
-WARMUP = 2
+WARMUP = 4  # until Ok-Topk has learned what to expect
 SHARED = 0.5  # how much of a rank's gradient is the same on all: selections overlap partly, as in training
 
 

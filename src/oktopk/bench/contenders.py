@@ -19,23 +19,25 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from oktopk.algorithms import ALGORITHMS
-from oktopk.config import WIRES
+from oktopk.config import AUTO, WIRES
 from oktopk.errors import ConfigError, nearest
 from oktopk.front_ends.ddp import register
 from oktopk.front_ends.optimizer import DistributedOptimizer
 from oktopk.front_ends.options import Fuse
 from oktopk.reducer import Reducer
-from oktopk.reduction.autotune import AUTO, AutoConfig, trials
+from oktopk.reduction.autotune import AutoConfig, trials, wire_trials
 from oktopk.reduction.streams import future_on
 
 BASELINES = ("floor", "ddp dense", "ddp fp16", "powersgd 1", "powersgd 4")
+ONE_LINE = "register"  # oktopk.register(ddp, density=...) and nothing else
 OURS = (
     *(f"{algorithm} float32" for algorithm in ALGORITHMS),
     *(f"oktopk {wire}" for wire in ("float16", "bfloat16", "int8", "int4")),
     "oktopk bfloat16 fused",
     "oktopk int8 fused",
     AUTO,
-    "oktopk bfloat16 optimizer",  # last, because they make the process keep its memory
+    ONE_LINE,  # from here on last, because they make the process keep its memory
+    "oktopk bfloat16 optimizer",
     "oktopk int8 optimizer",
 )
 EVERYONE = (*BASELINES, *OURS)
@@ -69,6 +71,8 @@ def attach(
     if kind == "powersgd":
         return _powersgd(model, int(details[0]))
     hosts = 1 if "flat" in details else ranks_per_host
+    if name == ONE_LINE:
+        return _one_line(model, density, cap_mb)
     if "optimizer" in details:
         return _our_optimizer(model, kind, details[0], density, hosts)
     cap_mb = SINGLE_BUCKET_MB if "single" in details else cap_mb
@@ -122,6 +126,12 @@ def _ours(
     # DDP changes its buckets after the first step; what is chosen by trying must have been chosen.
     warmup = 2 + (trials(AutoConfig()) if algorithm == AUTO else 0)
     return _watched(ddp, _sgd(ddp), SINGLE_BUCKET_MB if fuse == "step" else cap_mb, warmup, reducer)
+
+
+def _one_line(model: nn.Module, density: float, cap_mb: int) -> Attached:
+    ddp = _ddp(model, cap_mb)
+    reducer = register(ddp, density=density)
+    return _watched(ddp, _sgd(ddp), cap_mb, 2 + wire_trials(), reducer)
 
 
 def _our_optimizer(model: nn.Module, algorithm: str, wire: str, density: float, hosts: int) -> Attached:

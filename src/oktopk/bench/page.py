@@ -9,6 +9,7 @@ from typing import Any
 
 from oktopk.bench import plots
 from oktopk.bench.allreduce import AllreduceResult, rounds_text
+from oktopk.bench.contenders import ONE_LINE
 from oktopk.bench.machine import Machine
 from oktopk.bench.markdown import markdown_table
 from oktopk.bench.measurement import Measurement
@@ -30,7 +31,7 @@ def write_page(docs: Path, command: str) -> Path:
     """Write docs/benchmarks.md and its plots; parts without a run are left out."""
     paths = {name: docs / "bench" / f"{name}.jsonl" for name in STEP_RUNS}
     steps = {name: read_steps(path) for name, path in paths.items() if path.is_file()}
-    sections = [_intro(docs, command), *_missing(docs), *_must(docs, steps)]
+    sections = [_intro(docs, command), *_missing(docs), *_must(docs, steps), *_line_section(docs)]
     for name, run in steps.items():
         sections += _step_section(docs, name, *run)
     sections += [*_collective_section(docs), *_scaling_section(docs), *_overlap_section(docs)]
@@ -90,6 +91,39 @@ def _target_row(one: Measurement) -> dict[str, Any]:
         "aim": f"{one.sign} {one.aim:g}" if one.aim is not None else "",
         "measured": f"{one.measured:.3g}",
         "": "holds" if one.ok else "**missed**",
+    }
+
+
+def _line_section(docs: Path) -> list[str]:
+    """What `oktopk.register(ddp, density=0.01)` reaches with nothing else given, in runs of their own."""
+    paths = [docs / "bench" / f"{name.replace('step', 'line')}.jsonl" for name in STEP_RUNS]
+    runs = [read_steps(path) for path in paths if path.is_file()]
+    if not runs:
+        return []
+    lines = [
+        "## Through the one line",
+        "",
+        "`oktopk.register(ddp, density=0.01)` and nothing else, 4 emulated hosts:",
+        "",
+    ]
+    lines += [*markdown_table(_line_row(header, results) for header, results in runs), ""]
+    processors = ", ".join(dict.fromkeys(f"{h.machine['processor']}, {h.machine['cores']} cores" for h, _ in runs))
+    return [*lines, f"Measured on {processors}:", "", *(f"- `{header.command}`" for header, _ in runs), ""]
+
+
+def _line_row(header: Header, results: Sequence[StepResult]) -> dict[str, Any]:
+    by = {result.contender: result for result in results}
+    ours, dense, rival = by[ONE_LINE], by["ddp dense"], by.get("powersgd 1")
+    over = ours.overhead_seconds
+    return {
+        "network": header.network,
+        "floor [ms]": f"{ours.floor_seconds * 1e3:.0f}",
+        "DDP dense [ms]": f"{dense.step_seconds * 1e3:.0f}",
+        "the line [ms]": f"{ours.step_seconds * 1e3:.0f}",
+        "spread [ms]": f"{ours.fastest * 1e3:.0f} to {ours.slowest * 1e3:.0f}",
+        "dense / line, step": f"{dense.step_seconds / ours.step_seconds:.2f}",
+        "dense / line, overhead": f"{dense.overhead_seconds / over:.1f}",
+        "PowerSGD rank 1 / line, overhead": f"{rival.overhead_seconds / over:.1f}" if rival else "",
     }
 
 

@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 from oktopk.bench.allreduce import AllreduceResult
 from oktopk.bench.step import StepResult
 from oktopk.bench.validate import Comparison
-from oktopk.config import WIRES
+from oktopk.config import AUTO, WIRES
 from oktopk.plotting.bars import Bar, draw_labelled_bars
 from oktopk.plotting.drawing import Drawing
 from oktopk.plotting.frame import Axis, Frame, Marker
 from oktopk.plotting.lines import Chart, Series, Style, draw_lines
 from oktopk.plotting.scales import say
-from oktopk.reduction.autotune import AUTO
 
 WIDE, SQUARE = Frame(560, 320), Frame(440, 420)
 COLORS = {

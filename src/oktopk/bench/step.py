@@ -16,7 +16,7 @@ from torch import Tensor
 from oktopk.bench import models
 from oktopk.bench.advise import measure_machine_in
 from oktopk.bench.cluster import Cluster
-from oktopk.bench.contenders import DEFAULT_CAP_MB, EVERYONE, Attached, attach, require_known
+from oktopk.bench.contenders import DEFAULT_CAP_MB, EVERYONE, ONE_LINE, Attached, attach, require_known
 from oktopk.bench.machine import Machine
 from oktopk.bench.processes import Record, run_ranks
 from oktopk.bench.rank import RankContext
@@ -140,7 +140,7 @@ def measure(
     The floor is measured again before each of them: the machine may be another one a minute later.
     """
     floor, floor_loss = _attached("floor", context, numel, model, density, cap_mb, per_host)
-    below, is_untouched = 0.0, True  # the last floor; whether no `DistributedOptimizer` made the process keep memory
+    below, is_untouched = 0.0, True  # the last floor; whether nobody made the process keep memory
     for name in contenders:
         if name == "floor":
             attached, loss = floor, floor_loss
@@ -152,7 +152,7 @@ def measure(
             below = record["step_seconds"]
         else:
             attached.close()
-        is_untouched = is_untouched and not isinstance(attached.optimizer, DistributedOptimizer)
+        is_untouched = is_untouched and name != ONE_LINE and not isinstance(attached.optimizer, DistributedOptimizer)
         if context.rank == 0:
             count = sum(parameter.numel() for parameter in attached.model.parameters())
             buckets = attached.bucket_mb << 20

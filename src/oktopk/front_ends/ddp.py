@@ -16,13 +16,15 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Unpack
 
-from oktopk.config import Density
+from oktopk.config import AUTO, Density
 from oktopk.errors import ConfigError, OkTopkError, UnsupportedError
 from oktopk.front_ends.advice import advise_at_first_step, is_worth_advice
 from oktopk.front_ends.attached import AttachedReducer
 from oktopk.front_ends.bucket_reduction import BucketReduction, UsedParameters
 from oktopk.front_ends.clipping import NormClip, require_limit
+from oktopk.front_ends.defaults import NAMES, default_fuse, default_wire
 from oktopk.front_ends.fusing import ByBucket, ByStep, ByTrial, Fusing, Future
+from oktopk.front_ends.memory import keep_freed_memory
 from oktopk.front_ends.options import FrontEndOptions, Fuse
 from oktopk.front_ends.parameters import Named, named_parameters, refuse_unsupported
 from oktopk.transport import ThreadWorld
@@ -38,14 +40,19 @@ def register(
     *,
     fuse: Fuse | None = None,
     norm_clip: float | None = None,
+    keep_memory: bool | None = None,
     scaler: Any = None,
     **options: Unpack[FrontEndOptions],
 ) -> AttachedReducer:
     """Reduce the gradients of a DDP module sparsely; every rank must call this, before a backward.
 
+    What is not given is chosen, for models of a million parameters and more: `wire` by trying float32, bfloat16 and
+    int8 in the first 12 sparse steps, `fuse` by whether ranks have processors of their own. Rank 0 logs what and why:
+    `logging.getLogger("oktopk").setLevel("INFO")`; `decisions` of the reducer has it too.
     `fuse="bucket"` reduces each bucket while backward goes on; `fuse="step"` all of them as one vector at its end, as
-    in the paper. None means buckets, but with `algorithm="auto"` whichever makes steps shorter. What that chose, and
-    why, is in `decisions` of the reducer, and rank 0 logs it: `logging.getLogger("oktopk").setLevel("INFO")`.
+    in the paper. With `algorithm="auto"` both are tried, and dense steps too. `keep_memory` lets the process keep what
+    it frees (glibc only), so that gradients do not come in fresh memory every step: by default only where ranks share
+    cores and `fuse` was chosen; False leaves it as it is.
     `norm_clip` limits the norm of each rank's gradient before it is sent, divided by the root of the world size as in
     Deep Gradient Compression. All gradients must be known for that, so it means `fuse="step"`. `scaler` is the
     GradScaler, if there is one. Other options are those of `Reducer`.
@@ -58,8 +65,9 @@ def register(
     >>> reducer.close()
     """
     state = HookState(
-        module, algorithm, density, warmup_steps, fuse=fuse, norm_clip=norm_clip, scaler=scaler, **options
-    )
+        module, algorithm, density, warmup_steps, fuse=fuse, norm_clip=norm_clip, keep_memory=keep_memory,
+        scaler=scaler, **options,
+    )  # fmt: skip
     reducer, ddp = state.reducer, _unwrap(module)
     if ddp is not None:
         _install(ddp, state)
@@ -89,6 +97,7 @@ class HookState:
         *,
         fuse: Fuse | None = None,
         norm_clip: float | None = None,
+        keep_memory: bool | None = None,
         scaler: Any = None,
         **options: Unpack[FrontEndOptions],
     ) -> None:
@@ -103,7 +112,12 @@ class HookState:
         refuse_unsupported(parameters, module, in_one_vector=fuse == "step")
         if scaler is not None:
             options.setdefault("on_nonfinite", "skip")
+        options.setdefault("wire", default_wire(algorithm, parameters) if ddp is not None else "float32")
         reducer = _make_reducer(ddp, algorithm, density, warmup_steps, options)
+        if fuse is None and algorithm != AUTO:
+            fuse = _chosen_fuse(parameters, reducer, keep_memory)
+        elif keep_memory:
+            keep_freed_memory()
         names = {id(parameter): name for name, parameter in parameters}
         clip = NormClip(norm_clip, reducer.world_size, scaler) if norm_clip is not None else None
         fusing = _fusing(fuse, clip, reducer, names)
@@ -231,6 +245,22 @@ def _make_reducer(
         warmup_steps = _FOREVER
     options.setdefault("group", None if ddp is None else ddp.process_group)
     return AttachedReducer(algorithm, density, warmup_steps=warmup_steps, **options)
+
+
+def _chosen_fuse(parameters: list[Named], reducer: AttachedReducer, keep_memory: bool | None) -> Fuse:
+    """By rule, and the log says which: with the wire once that is found, or now.
+
+    Where ranks share cores, page faults of gradients that come in fresh memory cost as much as reducing them.
+    """
+    fuse, why = reducer.communicate(lambda transport: default_fuse(parameters, transport))
+    keeps = fuse == "step" if keep_memory is None else keep_memory
+    kept = ", freed memory is kept" if keeps and keep_freed_memory() else ""
+    said, tuner = f"{NAMES[fuse]} ({why}{kept}), ", reducer._pipeline.tuner
+    if tuner is not None:
+        tuner.preface = said
+    elif reducer.rank == 0:
+        log.info("%svalues as %s.", said, reducer.config.wire)
+    return fuse
 
 
 def _fusing(fuse: Fuse | None, clip: NormClip | None, reducer: AttachedReducer, names: Mapping[int, str]) -> Fusing:

@@ -56,3 +56,4 @@ class RegisterOptions(FrontEndOptions, total=False):
     warmup_steps: int
     fuse: Fuse | None
     norm_clip: float | None
+    keep_memory: bool | None

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from math import ceil, log, sqrt
+from math import ceil, log
 from typing import Any
 
 from oktopk.kernels.base import Kernels
@@ -17,6 +17,7 @@ LOOK_UP = 1.1  # how much higher than a threshold one looks, to learn how quickl
 SLOPES = (1.0, 30.0)  # between these: few entries tell nothing
 MARGINS = (1.06, 1.4)  # between these: smaller = less volume, more steps in which too few entries reach the guess
 YIELDS = (0.5, 2.0)  # between these
+GAIN = 0.25  # how much of a surprise is believed to last; more = quicker to follow a trend, upset by one odd step
 MISSED, HIT = 1.15, 0.99  # what the margin is multiplied by; settles where about one step in fifteen misses
 BOUND = 3.0  # entries that a rank may receive, as a multiple of k: in words the paper's 6k
 MARKS = 64  # places of winners that are remembered, per rank
@@ -76,7 +77,8 @@ class LikelyWinners:
 
     def judge(self, reached: int, k: int, is_enough: bool) -> None:
         """Learn how many sums reached the guess, so that fewer or more do from now on."""
-        self.yields = _within(self.yields * sqrt(max(1, reached) / (self.margin * k)), YIELDS)
+        surprise = _within(reached / (self.margin * k), YIELDS)
+        self.yields = _within(self.yields * surprise**GAIN, YIELDS)
         self.margin = _within(self.margin * (HIT if is_enough else MISSED), MARGINS)
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`algorithm="auto"`: which method is fastest for each bucket, found by trying, and agreed between ranks.
+"""`algorithm="auto"` and `wire="auto"`: which method is fastest for each bucket, found by trying, agreed by all ranks.
 
 1. Try the sparse algorithm with each wire format for a few steps, and time a small message over the link.
 2. Try dense too, unless the link says that it would take several times as long.
@@ -6,6 +6,8 @@
 
 A front end that can hand over gradients in several ways (DDP's buckets one by one, or all of them as one vector) lets
 these be tried too: here whole steps are timed, because buckets travel while backward goes on.
+
+With `wire="auto"` and an algorithm that was named, only the first of these is done, and only once.
 
 Every method is a correct reduction with error feedback, so that trials cost time and nothing else.
 """
@@ -32,7 +34,6 @@ log = logging.getLogger("oktopk")
 
 Option = TypeVar("Option")
 
-AUTO = "auto"
 PROBE_BYTES = 64 * 1024  # to each peer: long enough to feel the bandwidth, short enough for slow links
 DENSE_CUTOFF = 3.0  # dense is not tried when the link alone takes so many times as long as the best sparse method
 SWITCH_GAIN = 0.97  # a new method must be this much faster than the one in use
@@ -57,6 +58,9 @@ class AutoConfig:
                 raise ConfigError(f"unknown wire format {wire!r}. {nearest(str(wire), WIRES)}")
         if not self.wires:
             raise ConfigError("wires must name at least one format to try, e.g. ('float32', 'bfloat16').")
+
+
+WIRES_ONCE = AutoConfig(trial_steps=3, recheck_every=2**62)  # what `wire="auto"` tries
 
 
 @dataclass(frozen=True)
@@ -96,12 +100,23 @@ def trials(config: AutoConfig) -> int:
     return len(FUSINGS) * (of_ways + config.trial_steps + 2)
 
 
+def wire_trials() -> int:
+    """How many steps pass until `wire="auto"` is decided."""
+    return (WIRES_ONCE.trial_steps + 1) * len(WIRES_ONCE.wires)
+
+
 class Tuner:
     """Decides for every bucket. All ranks call it in the same order, so all are at the same point of every trial."""
 
-    def __init__(self, config: AutoConfig, transport: Transport, across: Transport | None = None) -> None:
-        """Vectors travel `across`, a world of one rank of each host: of all ranks, if each is a host by itself."""
+    def __init__(
+        self, config: AutoConfig, transport: Transport, across: Transport | None = None, is_sparse: bool = False
+    ) -> None:
+        """Vectors travel `across`, a world of one rank of each host: of all ranks, if each is a host by itself.
+
+        `is_sparse`: dense does not compete.
+        """
         self._config, self._transport, self._across = config, transport, across or transport
+        self._is_sparse, self.preface = is_sparse, "auto: "
         self._methods = [Method(True, wire) for wire in config.wires]
         self._buckets: dict[Layout, _Trial[Method]] = {}
         self._fusing = _Trial(FUSINGS)
@@ -113,6 +128,8 @@ class Tuner:
 
     def observe(self, layout: Layout, method: Method, seconds: float) -> None:
         """Learn how long it took; the end of a trial is the same step on all ranks."""
+        if self._is_sparse and not method.is_sparse:
+            return
         bucket = self._bucket(layout)
         self._tried |= not bucket.is_decided
         if bucket.observe(method, seconds, self._config):
@@ -157,11 +174,11 @@ class Tuner:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Keep to what was decided; what was still being tried is tried again."""
         self._buckets, self._fusing = {}, _Trial(FUSINGS)
-        for saved in state["buckets"]:
+        for saved in state.get("buckets", []):
             layout = tuple((str(name), int(numel)) for name, numel in saved["layout"])
             method = Method(bool(saved["is_sparse"]), str(saved["wire"]))
             self._bucket(layout).decide(method, str(saved["reason"]), int(saved["steps"]))
-        if state["fusing"]:
+        if state.get("fusing"):
             chosen, reason, steps = state["fusing"]
             self._fusing.decide(str(chosen), str(reason), int(steps))
 
@@ -173,7 +190,9 @@ class Tuner:
     def _conclude(self, layout: Layout, bucket: _Trial[Method]) -> None:
         slowest = self._slowest(bucket.best())
         numel = sum(count for _, count in layout)
-        if DENSE not in slowest:
+        if self._is_sparse:
+            reason = "dense was not tried"
+        elif DENSE not in slowest:
             estimate = self._dense_estimate(4 * numel)
             if estimate < DENSE_CUTOFF * min(slowest.values()):
                 bucket.also_try(DENSE)
@@ -185,7 +204,7 @@ class Tuner:
         sparse = ", ".join(f"{w.name} {s * 1e3:.1f} ms" for w, s in slowest.items() if w.is_sparse)
         bucket.decide(method, f"{sparse}, {reason}")
         if self._transport.rank == 0:
-            log.info("auto: %s for %s (%d entries): %s", method.name, _name(layout), numel, bucket.reason)
+            log.info("%s%s for %s (%d entries): %s", self.preface, method.name, _name(layout), numel, bucket.reason)
 
     def _slowest(self, mine: Mapping[Option, float]) -> dict[Option, float]:
         """Seconds of the slowest rank, the same on all."""

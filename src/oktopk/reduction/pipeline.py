@@ -13,14 +13,14 @@ from torch import Tensor
 from oktopk.algorithms import ALGORITHMS, Algorithm
 from oktopk.algorithms.base import Asks, Choice
 from oktopk.algorithms.dense import Dense
-from oktopk.config import DenseConfig, ReducerConfig
+from oktopk.config import AUTO, DenseConfig, ReducerConfig
 from oktopk.errors import CheckpointError, CommunicationError, NonFiniteError, OkTopkError
 from oktopk.kernels import Kernels, KernelsByDevice
 from oktopk.metrics import Clock, Sink, timed
 from oktopk.primitives.collectives import Tools
 from oktopk.primitives.partition import told_words
 from oktopk.reduction.agreement import Agreement, Terms, check_terms, end_together, refusal
-from oktopk.reduction.autotune import AUTO, DENSE, AutoConfig, ChosenWire, Method, Tuner
+from oktopk.reduction.autotune import DENSE, AutoConfig, ChosenWire, Method, Tuner
 from oktopk.reduction.communication import Agreed
 from oktopk.reduction.feedback import Feedback
 from oktopk.reduction.gradient import Gradient, Layout
@@ -67,7 +67,7 @@ class Pipeline:
         self.transport = MeteredTransport(ranks.world, self.clock)
         across = MeteredTransport(ranks.across, self.clock, self.transport.tally)
         self.schedule = Schedule(settings.shared.density, settings.shared.warmup_steps)
-        self.tuner = Tuner(settings.auto, self.transport, across) if settings.auto else None
+        self.tuner = self._tuner(across)
         self._wire = ChosenWire(settings.auto.wires) if settings.auto else Wire(settings.shared.wire)
         kernels = timed(KernelsByDevice(), self.clock, _KERNEL_PHASES)
         exact = timed(Wire("float32"), self.clock, _WIRE_PHASES)
@@ -101,6 +101,10 @@ class Pipeline:
         if shared.reduce == "updates":
             return Updates(kernels)
         return Feedback(kernels, shared.momentum_correction, shared.factor_masking)
+
+    def _tuner(self, across: MeteredTransport) -> Tuner | None:
+        auto, is_sparse = self.settings.auto, self.settings.algorithm != AUTO
+        return Tuner(auto, self.transport, across, is_sparse) if auto is not None else None
 
     def reduce_(self, gradient: Gradient, request: Request) -> Tensor:
         """Replace a gradient by its mean over ranks, group by group; or bring weights together."""

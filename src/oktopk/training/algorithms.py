@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from oktopk.algorithms import ALGORITHMS
-from oktopk.config import UPDATES_ALGORITHM, DenseConfig
+from oktopk.config import AUTO, UPDATES_ALGORITHM, DenseConfig
 from oktopk.errors import ConfigError, nearest
-from oktopk.reduction.autotune import AUTO, AutoConfig
+from oktopk.reduction.autotune import AutoConfig
 from oktopk.workloads.base import Recipe
 
 CONFIGS: dict[str, type[Any]] = {**{name: config for name, (config, _) in ALGORITHMS.items()}, AUTO: AutoConfig}

@@ -19,6 +19,14 @@ def own_machine() -> str:
     agent = os.environ.get("GROUP_RANK")
     if agent is not None and "LOCAL_WORLD_SIZE" in os.environ:
         return f"torchrun {agent}"
-    boot = _BOOT.read_text().strip() if _BOOT.exists() else ""
     network = str(_NETWORK.stat().st_ino) if _NETWORK.exists() else ""
-    return f"{socket.gethostname()} {boot} {network}"
+    return f"{socket.gethostname()} {_boot()} {network}"
+
+
+def own_kernel() -> str:
+    """What ranks have in common that share processors, however many hosts they are seen as."""
+    return _boot() or socket.gethostname()
+
+
+def _boot() -> str:
+    return _BOOT.read_text().strip() if _BOOT.exists() else ""
