@@ -96,6 +96,25 @@ def test_the_host_waits_at_most_four_times_for_a_bucket(
     assert set(waits) == {"wait"}, "somebody waits elsewhere than in kernels/staging.py"
 
 
+def test_ranks_of_a_host_wait_for_its_gpus_as_often_and_get_the_bits_of_the_cpu(gpu: Gpu) -> None:
+    options = {"hosts": 3, "warmup_steps": 1}
+    for scattered in (False, True):
+        gpu.waits.clear()
+        ours, theirs = (
+            run_world(6, lambda t, d=device, s=scattered: trained_on(t, d, s, options)) for device in ("cuda", "cpu")
+        )
+        for rank, expected in zip(ours, theirs, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(rank, expected, strict=True))
+        waits = [why for thread in gpu.waits.values() for why in thread if why != "synchronize"]
+        assert set(waits) == {"wait"} and len(waits) <= MOST_WAITS * 6 * 3
+
+
+def trained_on(transport: Any, device: str, scattered: bool, options: dict[str, Any]) -> list[Tensor]:
+    """The means of three steps; residuals of parts are on the host, wherever gradients are."""
+    with Reducer("oktopk", 0.02, group=transport, **options) as reducer:
+        return [reduced(reducer, transport.rank, step, FLOAT, scattered, device) for step in range(3)]
+
+
 def test_a_threshold_that_is_corrected_costs_a_wait_for_each_correction(gpu: Gpu) -> None:
     run_world(2, lambda transport: trained(transport, "gaussiank", {}, FLOAT, False, "cuda", 2))
     assert sum(why == "wait" for thread in gpu.waits.values() for why in thread) <= 8 * 2 * 2
@@ -304,8 +323,9 @@ def stepped(transport: Any, device: str, wrap: Any, dtype: torch.dtype = FLOAT) 
     return weights
 
 
-@pytest.mark.parametrize("devices", [("cpu", "cuda"), ("cuda", "cpu")], ids=" to ".join)
-@pytest.mark.parametrize("warmup_steps", [0, 9], ids=["sparse", "dense"])
+@pytest.mark.parametrize(
+    ("devices", "warmup_steps"), [(("cuda", "cpu"), 0), (("cpu", "cuda"), 9)], ids=["sparse, to cpu", "dense, to cuda"]
+)
 def test_local_steps_go_on_exactly_on_another_device(gpu: Gpu, devices: tuple[str, str], warmup_steps: int) -> None:
     """Also with a reduction that has arrived and is not applied yet."""
 

@@ -24,6 +24,7 @@ from trainings import plain_kernels as plain_kernels
 from worlds import run_processes
 
 pytestmark = [pytest.mark.usefixtures("plain_kernels"), pytest.mark.timeout(200)]
+SLOW = pytest.mark.slow  # where another case is as good, and transformers, which take seconds to import
 WAYS: dict[str, dict[str, Any]] = {
     "gradients": {"norm_clip": 0.5, "accumulate": 2, "analyze_every": 2, "optimizer": "adamw"},
     "updates": {"reduce": "updates", "every": 2, "norm_clip": 0.5, "optimizer": "lamb"},
@@ -61,8 +62,16 @@ def test_a_training_on_a_gpu_is_one_on_the_cpu_and_says_what_memory_it_took(
     assert "GPU 1.0 kB allocated, 3.0 kB peak, 4.0 kB reserved" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("devices", [("cpu", "cuda"), ("cuda", "cpu")], ids=" to ".join)
+@pytest.mark.parametrize(
+    ("way", "devices"),
+    [
+        ("gradients", ("cpu", "cuda")),
+        ("updates", ("cuda", "cpu")),
+        pytest.param("gradients", ("cuda", "cpu"), marks=SLOW),
+        pytest.param("updates", ("cpu", "cuda"), marks=SLOW),
+    ],
+    ids=str,
+)
 def test_a_run_goes_on_exactly_on_another_device(gpu: Gpu, way: str, devices: tuple[str, str], tmp_path: Path) -> None:
     settings = WAYS[way] | {"workload_options": {"dropout": 0.0}, "epochs": 3}
     train_alone(toy_config(tmp_path, "whole", device="cpu", **settings))
@@ -94,7 +103,7 @@ WORKLOADS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW if name == "bert" else ()) for name in WORKLOADS])
 def test_no_workload_mixes_tensors_of_two_devices(gpu: Gpu, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     workload: Any = make_workload(TrainConfig(workload=name, batch_size=2, **WORKLOADS[name]))
     torch.manual_seed(0)

@@ -39,17 +39,20 @@ class Inside:
         """This rank's part of the host's gradients, whose layout and dtype must be the same."""
         width = whole.pieces[0].element_size()
         sizes = [part.numel(whole.layout) * width if part != self.part else 0 for part in self._parts]
-        messages = self._transport.room(sizes)
-        for part, message in zip(self._parts, messages, strict=True):
+        messages, slices = self._transport.room(sizes), self._slices(whole)
+        for part, message in zip(slices, messages, strict=True):
             if message.numel():
-                _join(part.slices(whole), message.view(whole.dtype))
+                torch.cat(part, out=message.view(whole.dtype))
         arrived = [other.view(whole.dtype) for _, other in self._transport.all_to_all(messages)]
-        return PartialGradient(self.part.layout(whole.layout), self._own(whole), whole, self, tuple(arrived[1:]))
+        own = tuple(slices[self._transport.rank])
+        return PartialGradient(self.part.layout(whole.layout), own, whole, self, tuple(arrived[1:]))
 
-    def _own(self, whole: Gradient) -> tuple[Tensor, ...]:
-        """This rank's slices of its own gradient, on the host."""
-        slices = self.part.slices(whole)
-        return tuple(slices) if slices[0].device.type == "cpu" else tuple(to_host(torch.cat(slices)))
+    def _slices(self, whole: Gradient) -> list[list[Tensor]]:
+        """Each rank's slices of a gradient, on the host: one wait for all of them."""
+        slices = [part.slices(whole) for part in self._parts]
+        if whole.pieces[0].device.type == "cpu":
+            return slices
+        return [[part] for part in to_host(*(torch.cat(part) for part in slices))]
 
     def nothing_of(self, whole: Gradient) -> PartialGradient:
         """What stands for a gradient of which nothing was scattered."""
@@ -146,14 +149,6 @@ class PartialGradient(Gradient):
 def scattered(whole: Gradient, inside: Inside) -> PartialGradient:
     """This rank's part of its host's gradients. Where ranks of the host differ, nothing moves: all will refuse."""
     return inside.scatter(whole) if inside.is_common(_terms(whole)) else inside.nothing_of(whole)
-
-
-def _join(slices: list[Tensor], out: Tensor) -> None:
-    """Copy them to the host, one after the other."""
-    if slices[0].device.type == "cpu":
-        torch.cat(slices, out=out)
-    else:
-        out.copy_(to_host(torch.cat(slices))[0])
 
 
 def _terms(whole: Gradient) -> list[int]:
