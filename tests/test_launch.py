@@ -229,7 +229,7 @@ def test_the_same_command_joins_the_world_of_mpirun(tmp_path: Path) -> None:
     assert "2 workers" in ended.stdout
 
 
-@pytest.mark.processes
+@pytest.mark.slow  # what is read of each launcher: tests/test_launch.py, without processes
 def test_ranks_of_mpiexec_form_a_world(tmp_path: Path) -> None:
     """What mpiexec of MPICH does, by hand: two children of one process that know rank and size, here and in all."""
     words = ["train", TOY, "--runs", str(tmp_path), "--name", "run", "--no-tensorboard", "--epochs", "1"]

@@ -109,7 +109,8 @@ def test_ranks_of_one_host_share_its_link() -> None:
 def test_a_host_of_several_ranks_sends_what_one_rank_would(algorithm: str) -> None:
     one = predict_step(replace(SLOW, ranks=2), MACHINE, algorithm, "float32")
     four = predict_step(replace(SLOW, ranks=8, ranks_per_host=4), MACHINE, algorithm, "float32")
-    more = 0.12 if algorithm == "oktopk" else 0.02  # each part has a histogram of its own, which is no smaller
+    # Eight ranks agree instead of two; and each part of oktopk has a histogram of its own, which is no smaller.
+    more = 0.12 if algorithm == "oktopk" else 0.03
     assert four.link_seconds == pytest.approx(one.link_seconds, rel=more)
     assert 4 * four.bytes_per_rank == pytest.approx(one.bytes_per_rank, rel=more)
     flat = predict_step(replace(SLOW, ranks=8, ranks_per_host=4, flat=True), MACHINE, algorithm, "float32")
