@@ -77,7 +77,8 @@ def test_steps_are_measured_side_by_side_and_the_kernel_agrees_with_our_meter() 
     # Headers of frames and of Gloo, acknowledgements, and the barrier before each step.
     assert dense.bytes_sent < dense.wire_bytes < 1.25 * dense.bytes_sent
     sparse = results["oktopk float32"]
-    assert sparse.bytes_sent < sparse.wire_bytes < sparse.bytes_sent + 12_000
+    # One is of a single step, the other the mean of all: a step whose guess was wrong sends a few kilobytes more.
+    assert sparse.bytes_sent - 3_000 < sparse.wire_bytes < sparse.bytes_sent + 12_000
     assert sparse.wire_bytes < dense.wire_bytes / 4
     assert all(result.floor_seconds > 0 for result in results.values())
 
@@ -238,7 +239,9 @@ def test_an_interrupted_command_leaves_neither_ranks_nor_networks(number: signal
     command.send_signal(number)
     assert command.wait(60) not in (0, 1)
     assert not any(name.startswith(mine) for name in namespaces())
-    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+    while any(Path(f"/proc/{pid}").exists() for pid in ranks):  # the kernel takes a moment to clear away what was killed
+        assert time.monotonic() < deadline + 10
+        time.sleep(0.05)
 
 
 @pytest.mark.parametrize(
