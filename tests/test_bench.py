@@ -239,7 +239,7 @@ def test_an_interrupted_command_leaves_neither_ranks_nor_networks(number: signal
     command.send_signal(number)
     assert command.wait(60) not in (0, 1)
     assert not any(name.startswith(mine) for name in namespaces())
-    while any(Path(f"/proc/{pid}").exists() for pid in ranks):  # the kernel takes a moment to clear away what was killed
+    while any(Path(f"/proc/{pid}").exists() for pid in ranks):  # the kernel clears them away in a moment
         assert time.monotonic() < deadline + 10
         time.sleep(0.05)
 
