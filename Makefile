@@ -10,6 +10,8 @@ CORE_ROOMS := types errors config metrics schedule reducer checkpoint
 CORE := $(subst $(space),$(comma),$(CORE_ROOMS:%=src/oktopk/%.py) $(patsubst %,src/oktopk/%/*,algorithms primitives reduction wire transport) src/oktopk/kernels/reference.py)
 # Three workers on two cores: many tests wait.
 PARALLEL = $(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder
+# Compiling all that is installed to bytecode takes longer than installing it; most of it is never imported.
+INSTALL := $(BIN)/pip install --quiet --no-compile --constraint constraints.txt
 EXTRAS := trainer,speech,bert,integrations,gpu,docs,dev
 
 .PHONY: setup demo test test-fast test-slow mutants coverage check bench docs results gpu-check clean
@@ -18,9 +20,9 @@ setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt "torch==2.13.0"
-	$(BIN)/pip install --quiet --constraint constraints.txt hatchling editables
-	$(BIN)/pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[$(EXTRAS)]"
+	$(INSTALL) "torch==2.13.0"
+	$(INSTALL) hatchling editables
+	$(INSTALL) --no-build-isolation --editable ".[$(EXTRAS)]"
 	$(BIN)/python -m oktopk.training.self_test  # and keeps the compiled loops
 	touch $(STAMP)
 
