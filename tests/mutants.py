@@ -111,8 +111,8 @@ MUTANTS = [
     Mutant(
         "no more travels than the cost model says",
         "primitives/selection.py",
-        "return Winners(kernels.above(region, threshold), threshold, octave, counts)",
-        "return Winners(region, threshold, octave, None)",
+        "return Winners(kernels.above(region, threshold), threshold, exponent, counts)",
+        "return Winners(region, threshold, exponent, None)",
         "test_contract.py test_oktopk.py",
     ),
     Mutant(

@@ -26,7 +26,7 @@ from oktopk.primitives.collectives import (
 from oktopk.primitives.likely import LikelyWinners
 from oktopk.primitives.lottery import Lottery
 from oktopk.primitives.partition import Choices, Regions, balanced_regions, kept_regions, tell
-from oktopk.primitives.selection import ReusedThreshold, Winners, octave_of, winners, winners_above, without
+from oktopk.primitives.selection import ReusedThreshold, Winners, exponent_of, winners, winners_above, without
 from oktopk.schedule import is_due
 from oktopk.types import Difference, Reduced, Source, SparseVector, Stats, index_dtype, to_dense
 
@@ -44,7 +44,7 @@ class OkTopk:
         )
         self._likely = LikelyWinners()
         self._lottery = Lottery(in_turn=True, block=RandomKConfig().block)
-        self._octave = 127  # where the last global threshold was: 2**0 to begin with
+        self._exponent = 127  # where the last global threshold was: 2**0 to begin with
         self._bounds: list[int] = []
         self._step = 0
 
@@ -139,7 +139,7 @@ class OkTopk:
             won = self._find(rest, missing, regions.bounds)
             gathered, is_all = both(gathered, self._gather(won, regions.bounds), self._tools), won.threshold == 0.0
         gathered, smallest = cut(gathered, k, self._tools.kernels)
-        self._octave = octave_of(smallest) if smallest else self._octave
+        self._exponent = exponent_of(smallest) if smallest else self._exponent
         passes = 0.0 if is_all else smallest
         self._likely.learn(gathered.total, passes, k, level, self._tools.world_size, self._tools.kernels)
         return gathered, smallest
@@ -156,7 +156,7 @@ class OkTopk:
     def _pass(self, region: SparseVector, k: int, bounds: list[int]) -> Winners:
         """What reaches the re-used global threshold, unless that is due, or lets too many through."""
         if k < bounds[-1] and not self._global.is_due(k):
-            won = winners_above(region, self._global.value, self._octave, self._tools.kernels)
+            won = winners_above(region, self._global.value, self._exponent, self._tools.kernels)
             counts = [row[0] for row in self._tools.transport.agree([won.kept.nnz])]
             if sum(counts) and not self._global.is_too_many(sum(counts), k):
                 self._global.nudge(sum(counts), k)
@@ -166,8 +166,8 @@ class OkTopk:
         return won
 
     def _find(self, region: SparseVector, k: int, bounds: list[int]) -> Winners:
-        won = winners(region, k, self._octave, bounds[-1], self._tools.transport, self._tools.kernels)
-        self._octave = won.octave
+        won = winners(region, k, self._exponent, bounds[-1], self._tools.transport, self._tools.kernels)
+        self._exponent = won.exponent
         return won
 
     def _gather(self, won: Winners, bounds: list[int]) -> Gathered:
@@ -177,7 +177,7 @@ class OkTopk:
     def state_dict(self) -> dict[str, Any]:
         return {
             "step": self._step,
-            "octave": self._octave,
+            "exponent": self._exponent,
             "bounds": list(self._bounds),
             "likely": self._likely.state_dict(),
             "local": self._local.state_dict(),
@@ -185,7 +185,7 @@ class OkTopk:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._step, self._octave = int(state["step"]), int(state["octave"])
+        self._step, self._exponent = int(state["step"]), int(state["exponent"])
         self._bounds = [int(bound) for bound in state["bounds"]]
         if "likely" in state:  # not in one that 0.1 saved: the next step finds it
             self._likely.load_state_dict(state["likely"])

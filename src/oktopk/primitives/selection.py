@@ -23,7 +23,7 @@ _EXPONENT_SHIFT, _EXPONENTS = 23, 256
 _FINE_SHIFT, _FINE_BINS = 14, 512
 TOLERANCE = 25  # survivors may be k / 25 more or fewer than k: values of 8 bits tie by hundreds, and ties cost a round
 HISTOGRAM_RANKS = 4  # up to so many ranks tell each other their own histograms; more add them up, in two rounds more
-HISTOGRAM_WORDS = _EXPONENTS + 2 * _FINE_BINS  # at most: the guessed octave, and another when the guess was wrong
+HISTOGRAM_WORDS = _EXPONENTS + 2 * _FINE_BINS  # at most: the guessed exponent, and another when the guess was wrong
 
 
 @dataclass(frozen=True)
@@ -32,69 +32,69 @@ class Winners:
 
     kept: SparseVector
     threshold: float
-    octave: int  # the power of two the threshold lies in: the guess for the next step
+    exponent: int  # the power of two the threshold lies in: the guess for the next step
     counts: list[int] | None = None  # how many each rank kept, if they know of each other
 
 
-def winners(region: SparseVector, k: int, octave: int, numel: int, transport: Transport, kernels: Kernels) -> Winners:
+def winners(region: SparseVector, k: int, exponent: int, numel: int, transport: Transport, kernels: Kernels) -> Winners:
     """Keep about k of `numel` entries over the regions of all ranks, those largest in magnitude.
 
     All ranks add up a small histogram of magnitudes and read the same threshold off it. Only when many entries tie at
     the threshold are these taken in the order of ranks and indices until k are reached.
     """
     histograms = _Histograms(region.values, index_dtype(numel), transport, kernels)
-    cut = _agree_on_cut(histograms, k, octave)
+    cut = _agree_on_cut(histograms, k, exponent)
     if not cut.wanted:
-        return winners_above(region, cut.threshold, cut.octave, kernels, cut.counts)
+        return winners_above(region, cut.threshold, cut.exponent, kernels, cut.counts)
     ties = cut.ties or _count_ties(region, cut, transport, kernels)
     shares = _shares_of_ties(ties, cut.wanted)
     kept = kernels.above(region, cut.sure, cut.threshold, shares[transport.rank])
     counts = cut.counts and [count + share for count, share in zip(cut.counts, shares, strict=True)]
-    return Winners(kept, cut.threshold, cut.octave, counts)
+    return Winners(kept, cut.threshold, cut.exponent, counts)
 
 
 def winners_above(
-    region: SparseVector, threshold: float, octave: int, kernels: Kernels, counts: list[int] | None = None
+    region: SparseVector, threshold: float, exponent: int, kernels: Kernels, counts: list[int] | None = None
 ) -> Winners:
     """Keep what reaches a threshold that is known already."""
-    return Winners(kernels.above(region, threshold), threshold, octave, counts)
+    return Winners(kernels.above(region, threshold), threshold, exponent, counts)
 
 
 @dataclass(frozen=True)
 class _Cut:
     threshold: float
-    octave: int
+    exponent: int
     sure: float  # what reaches this survives; it is the threshold unless there are ties
     counts: list[int] | None  # how many entries of each rank do, if their histograms are known
     wanted: int = 0  # how many of those between threshold and sure do, when they are too many: they count as ties
     ties: list[int] | None = None  # how many of these each rank has, if known
 
 
-def _agree_on_cut(histograms: _Histograms, k: int, octave: int) -> _Cut:
-    exponents, fine = histograms.exponents_and_octave(octave)
+def _agree_on_cut(histograms: _Histograms, k: int, exponent: int) -> _Cut:
+    exponents, fine = histograms.coarse_and_fine(exponent)
     from_top = _from_top(exponents)
     totals = from_top.sum(0)
     if int(totals[0]) <= k:
-        return _Cut(0.0, octave, 0.0, histograms.by_rank(from_top[:, 0]))
+        return _Cut(0.0, exponent, 0.0, histograms.by_rank(from_top[:, 0]))
     found = int((totals >= k).nonzero().max())
-    if found != octave:
-        fine = histograms.octave(found)
+    if found != exponent:
+        fine = histograms.fine(found)
     return _cut_inside(histograms, _from_top(fine) + from_top[:, found + 1 : found + 2], found, k)
 
 
-def _cut_inside(histograms: _Histograms, from_top: Tensor, octave: int, k: int) -> _Cut:
+def _cut_inside(histograms: _Histograms, from_top: Tensor, exponent: int, k: int) -> _Cut:
     """The border of a fine bin that lets about k through."""
     totals = from_top.sum(0)
     bin_of = int((totals >= k).nonzero().max())
     with_bin, without = int(totals[bin_of]), int(totals[bin_of + 1])
-    low, high = _bin_border(octave, bin_of), _bin_border(octave, bin_of + 1)
+    low, high = _bin_border(exponent, bin_of), _bin_border(exponent, bin_of + 1)
     with_ties, sure = histograms.by_rank(from_top[:, bin_of]), histograms.by_rank(from_top[:, bin_of + 1])
     if with_bin - k <= slack(k):
-        return _Cut(low, octave, low, with_ties)
+        return _Cut(low, exponent, low, with_ties)
     if k - without <= slack(k) and without > 0:
-        return _Cut(high, octave, high, sure)
+        return _Cut(high, exponent, high, sure)
     ties = with_ties and sure and [a - b for a, b in zip(with_ties, sure, strict=True)]
-    return _Cut(low, octave, high, sure, k - without, ties)
+    return _Cut(low, exponent, high, sure, k - without, ties)
 
 
 def slack(k: int) -> int:
@@ -132,13 +132,13 @@ class _Histograms:
     transport: Transport
     kernels: Kernels
 
-    def exponents_and_octave(self, octave: int) -> tuple[Tensor, Tensor]:
+    def coarse_and_fine(self, exponent: int) -> tuple[Tensor, Tensor]:
         """Both in one message."""
-        counts = self._told(torch.cat([self._count(_EXPONENT_SHIFT, 0, _EXPONENTS), self._count_octave(octave)]))
+        counts = self._shared(torch.cat([self._count(_EXPONENT_SHIFT, 0, _EXPONENTS), self._count_fine(exponent)]))
         return counts[:, :_EXPONENTS], counts[:, _EXPONENTS:]
 
-    def octave(self, octave: int) -> Tensor:
-        return self._told(self._count_octave(octave))
+    def fine(self, exponent: int) -> Tensor:
+        return self._shared(self._count_fine(exponent))
 
     def by_rank(self, counts: Tensor) -> list[int] | None:
         """A column of counts, if it has one of each rank."""
@@ -148,13 +148,13 @@ class _Histograms:
     def _has_rows(self) -> bool:
         return self.transport.world_size <= HISTOGRAM_RANKS
 
-    def _count_octave(self, octave: int) -> Tensor:
-        return self._count(_FINE_SHIFT, octave << (_EXPONENT_SHIFT - _FINE_SHIFT), _FINE_BINS)
+    def _count_fine(self, exponent: int) -> Tensor:
+        return self._count(_FINE_SHIFT, exponent << (_EXPONENT_SHIFT - _FINE_SHIFT), _FINE_BINS)
 
     def _count(self, shift: int, first: int, bins: int) -> Tensor:
         return self.kernels.magnitude_histogram(self.values, shift, first, bins)
 
-    def _told(self, counts: Tensor) -> Tensor:
+    def _shared(self, counts: Tensor) -> Tensor:
         mine = counts.to(self.dtype)
         if not self._has_rows:
             return self.transport.all_reduce_(mine).to(torch.int64)[None]
@@ -163,13 +163,13 @@ class _Histograms:
         return torch.stack([row.view(self.dtype) for row in rows]).to(torch.int64)
 
 
-def _bin_border(octave: int, bin_of: int) -> float:
-    bits = (octave << _EXPONENT_SHIFT) + (bin_of << _FINE_SHIFT)
+def _bin_border(exponent: int, bin_of: int) -> float:
+    bits = (exponent << _EXPONENT_SHIFT) + (bin_of << _FINE_SHIFT)
     border: float = struct.unpack("<f", struct.pack("<I", bits))[0]
     return border
 
 
-def octave_of(magnitude: float) -> int:
+def exponent_of(magnitude: float) -> int:
     """The power of two that a magnitude lies in."""
     bits: int = struct.unpack("<I", struct.pack("<f", magnitude))[0]
     return bits >> _EXPONENT_SHIFT
