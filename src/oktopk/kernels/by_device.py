@@ -10,6 +10,7 @@ from torch import Tensor
 
 from oktopk.kernels.base import Kernels
 from oktopk.kernels.choice import Choice, choose
+from oktopk.kernels.staged import SparseOnHost
 from oktopk.types import Difference, Source, SparseVector
 
 log = logging.getLogger("oktopk")
@@ -17,7 +18,7 @@ log = logging.getLogger("oktopk")
 _HOST = torch.device("cpu")
 
 
-class KernelsByDevice:
+class KernelsByDevice(SparseOnHost):
     """Those that `choose` gives for the device of a vector, chosen when the first one comes along.
 
     Sparse vectors are always on the host: see `kernels/staged.py`.
@@ -59,18 +60,6 @@ class KernelsByDevice:
 
     def pick(self, x: Source, indices: Tensor) -> SparseVector:
         return self.of(x.device).pick(x, indices)
-
-    def magnitude_histogram(self, values: Tensor, shift: int, first: int, bins: int) -> Tensor:
-        return self._host.magnitude_histogram(values, shift, first, bins)
-
-    def sum_sparse(self, vectors: Sequence[SparseVector]) -> SparseVector:
-        return self._host.sum_sparse(vectors)
-
-    def common(self, vector: SparseVector, indices: Tensor) -> SparseVector:
-        return self._host.common(vector, indices)
-
-    def above(self, vector: SparseVector, threshold: float, lower: float = 0.0, ties: int = 0) -> SparseVector:
-        return self._host.above(vector, threshold, lower, ties)
 
     def retain_(self, residual: Tensor, sent: SparseVector) -> float:
         return self.of(residual.device).retain_(residual, sent)

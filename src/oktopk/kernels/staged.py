@@ -14,8 +14,26 @@ from oktopk.kernels.tensors import largest_magnitude, require_inside, require_wh
 from oktopk.types import Difference, Source, SparseVector
 
 
-class StagedKernels:
-    """Plain torch on a device. Sparse vectors live on the host, where messages are made and summed.
+class SparseOnHost:
+    """What is done to sparse vectors, which live on the host: messages are made and summed there."""
+
+    _host: Kernels
+
+    def magnitude_histogram(self, values: Tensor, shift: int, first: int, bins: int) -> Tensor:
+        return self._host.magnitude_histogram(values, shift, first, bins)
+
+    def sum_sparse(self, vectors: Sequence[SparseVector]) -> SparseVector:
+        return self._host.sum_sparse(vectors)
+
+    def common(self, vector: SparseVector, indices: Tensor) -> SparseVector:
+        return self._host.common(vector, indices)
+
+    def above(self, vector: SparseVector, threshold: float, lower: float = 0.0, ties: int = 0) -> SparseVector:
+        return self._host.above(vector, threshold, lower, ties)
+
+
+class StagedKernels(SparseOnHost):
+    """Plain torch on a device; what is chosen comes to the host.
 
     So all that follows a selection is the same as for gradients on the CPU, and only what was chosen, about one entry
     in a hundred, crosses over.
@@ -64,18 +82,6 @@ class StagedKernels:
         (places,) = to_device(self._device, indices)
         (values,) = to_host(self._plain.pick(x, places).values)
         return SparseVector(indices, values, x.numel())
-
-    def magnitude_histogram(self, values: Tensor, shift: int, first: int, bins: int) -> Tensor:
-        return self._host.magnitude_histogram(values, shift, first, bins)
-
-    def sum_sparse(self, vectors: Sequence[SparseVector]) -> SparseVector:
-        return self._host.sum_sparse(vectors)
-
-    def common(self, vector: SparseVector, indices: Tensor) -> SparseVector:
-        return self._host.common(vector, indices)
-
-    def above(self, vector: SparseVector, threshold: float, lower: float = 0.0, ties: int = 0) -> SparseVector:
-        return self._host.above(vector, threshold, lower, ties)
 
     def retain_(self, residual: Tensor, sent: SparseVector) -> float:
         require_inside(sent.indices, residual.numel())
