@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Size, Tensor
 
-from oktopk.bench.rivals import RIVALS, DiLoCo, SparseLoCo, Sparta
+from oktopk.bench.rivals import RIVALS, DiLoCo, SparseLoCo, Sparta, SpartaDiLoCo
 from oktopk.bench.rivals.sparseloco import blocks_of, message_bytes, pack, pack_bits, quantize, unpack, unpack_bits
 from oktopk.bench.rivals.training import require_rival, train_rival
 from oktopk.cli import main
@@ -57,6 +57,26 @@ def test_diloco_is_nesterov_on_the_mean_change() -> None:
         outer.step()
         for own in ranks:
             torch.testing.assert_close(own[turn], shared.detach(), rtol=1e-5, atol=1e-6)  # another order of sums
+
+
+def test_sparta_with_diloco_takes_an_outer_step_every_so_many_times() -> None:
+    def work(transport: Any) -> list[Tensor]:
+        both, own = SpartaDiLoCo(start(), SHAPES, transport, share=0.3, every=2), start()
+        sparta, diloco = Sparta(start(), SHAPES, transport, share=0.3), DiLoCo(start(), SHAPES, transport)
+        twin, seen = start(), []
+        for turn in range(ROUNDS):
+            own -= local_change(transport.rank, turn)
+            twin -= local_change(transport.rank, turn)
+            both.synchronize_(own)
+            sparta.synchronize_(twin)
+            if turn % 2:
+                diloco.synchronize_(twin)
+            seen.append(own - twin)
+        assert not torch.equal(own, start())
+        return seen
+
+    for differences in run_world(RANKS, work):
+        assert all(not difference.any() for difference in differences)
 
 
 def test_sparta_averages_what_all_draw_and_leaves_the_rest() -> None:

@@ -27,6 +27,7 @@ COMMANDS: dict[str, str] = {
     "gpu": "oktopk.cli.bench_gpu:BenchGpu",
     "wire": "oktopk.cli.bench_wire:BenchWire",
     "rivals": "oktopk.cli.bench_rivals:BenchRivals",
+    "target": "oktopk.cli.bench_target:BenchTarget",
     "all": "oktopk.cli.bench:BenchAll",
 }
 

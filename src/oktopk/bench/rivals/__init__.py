@@ -11,8 +11,14 @@ from oktopk.bench.rivals.base import Rival
 from oktopk.bench.rivals.diloco import DiLoCo
 from oktopk.bench.rivals.sparseloco import SparseLoCo
 from oktopk.bench.rivals.sparta import Sparta
+from oktopk.bench.rivals.sparta_diloco import SpartaDiLoCo
 
-__all__ = ["RIVALS", "DiLoCo", "Rival", "SparseLoCo", "Sparta"]
+__all__ = ["RIVALS", "DiLoCo", "Rival", "SparseLoCo", "Sparta", "SpartaDiLoCo"]
 
 # Each is made from the weights that all ranks start with (flat), their shapes, a transport, and published settings.
-RIVALS: dict[str, Callable[..., Rival]] = {"sparseloco": SparseLoCo, "sparta": Sparta, "diloco": DiLoCo}
+RIVALS: dict[str, Callable[..., Rival]] = {
+    "sparseloco": SparseLoCo,
+    "sparta": Sparta,
+    "diloco": DiLoCo,
+    "sparta_diloco": SpartaDiLoCo,
+}

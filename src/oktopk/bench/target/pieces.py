@@ -1,0 +1,249 @@
+"""What a sweep consists of: trainings, step times and measured trainings, each kept once it is finished."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from oktopk.bench.cluster import REMEDY, Cluster, emulated_cluster, missing_for_emulation
+from oktopk.bench.network import Network
+from oktopk.bench.planner import FRAMING
+from oktopk.bench.processes import Record, run_ranks
+from oktopk.bench.target.contenders import CONTENDERS, OURS, require_contenders
+from oktopk.bench.target.replay import Costs, Measured, Moment, Trained
+from oktopk.bench.target.schedule import FINAL, Schedule
+from oktopk.bench.target.training import EVALUATIONS, Job
+from oktopk.errors import ClusterError, ConfigError
+from oktopk.training.run_directory import STEPS, RunDirectory, read_json, write_json
+from oktopk.transport.base import all_reduce_bytes
+
+TRAININGS, TIMINGS, MEASURED = PARTS = ("trainings", "timings", "measured")
+LONGEST = 12 * 3600.0  # seconds of one piece; a rank that dies is noticed at once
+LEAST_DENSE, MOST_DENSE = 3, 12  # dense steps that are timed before others
+
+Say = Callable[[float], None]  # hears which share of a piece is done
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Everything that shall be known."""
+
+    workload: str
+    networks: tuple[Network, ...]
+    contenders: tuple[str, ...] = tuple(CONTENDERS)
+    seeds: int = 3
+    hosts: tuple[int, ...] = (2,)
+    preset: str | None = None
+    data: str | None = None
+    epochs: int | None = None
+    lr: float | None = None  # for means of gradients; local optimizers get what the trainer makes of it
+    lr_warmup_epochs: float | None = None
+    evaluations: int = 20
+    measured: bool = False  # every training really crosses every network; else steps are timed, and it is replayed
+    checked: tuple[str, ...] = (OURS,)  # whose first seed crosses every network too, to be compared with its replay
+    seconds: float = 4.0  # of timing per contender and network
+    runs: Path = Path("runs/target")
+
+    def __post_init__(self) -> None:
+        require_contenders(self.contenders)
+        for name in self.checked:
+            if name not in self.contenders:
+                raise ConfigError(f"{name!r} is to be checked, so it must be among the contenders.")
+        if self.seeds < 1 or self.evaluations < 1 or self.seconds <= 0 or min(self.hosts, default=0) < 2:
+            raise ConfigError(
+                "seeds and evaluations must be 1 or more, seconds above 0 and hosts 2 or more, got "
+                f"{self.seeds}, {self.evaluations}, {self.seconds:g} and {list(self.hosts)}."
+            )
+        if not self.networks or any(network.bits_per_second is None for network in self.networks):
+            raise ConfigError("give networks by their rates, e.g. --network 100mbit 1gbit.")
+
+    def job(self, contender: str, hosts: int, seed: int = 0) -> Job:
+        return Job(
+            self.workload, contender, hosts, seed, self.preset, self.data, self.epochs, self.lr, self.lr_warmup_epochs,
+            self.evaluations,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Training:
+    """One training, on loopback or across a network."""
+
+    runs: Path
+    job: Job
+    network: Network | None = None
+    is_check: bool = False  # of a replay: of its quality only the end counts
+
+    @property
+    def part(self) -> str:
+        return TRAININGS if self.network is None else MEASURED
+
+    @property
+    def name(self) -> str:
+        return "-".join([*_where(self.job, self.network), f"seed{self.job.seed}", *["check"] * self.is_check])
+
+    @property
+    def path(self) -> Path:
+        return self.runs / self.name
+
+    def is_finished(self) -> bool:
+        if not (self.path / "summary.json").is_file():
+            return False
+        _require_same(self.path, RunDirectory.open(self.path).config["asked"], asdict(self.job))
+        return True
+
+    def make(self, say: Say) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)  # what an interrupted call left: a training is minutes
+        arguments = {
+            "job": asdict(self.job),
+            "directory": str(self.path),
+            "network": self.network.label if self.network else "",
+        }
+
+        def hear(record: Record) -> None:
+            say(record["done"] / record["of"])
+
+        with _cluster(self.job.hosts, self.network) as cluster:
+            run_ranks(cluster, "oktopk.bench.target.training:train", arguments, LONGEST, hear)
+
+    def trained(self) -> Trained:
+        run = RunDirectory.open(self.path)
+        config, metric = run.config, run.config["metric"]
+        rows = [row for row in run.rows(EVALUATIONS) if metric in row["validation"]]
+        points = tuple((row["step"], row["validation"][metric]) for row in rows)
+        schedule = Schedule(**config["schedule"])
+        job = self.job
+        return Trained(job.contender, job.hosts, job.seed, schedule, points, run.summary["diverged"])
+
+    def crossing(self) -> Measured:
+        """Quality, seconds and bytes as they were."""
+        run = RunDirectory.open(self.path)
+        metric = run.config["metric"]
+        final = [row for row in run.rows(STEPS) if row["kind"] == FINAL]
+        more, sent = sum(row["seconds"] for row in final), sum(row["bytes_sent"] for row in final)
+        moments = tuple(
+            Moment(
+                row["step"], row["validation"][metric],
+                row["seconds"] + (more if row["step"] else 0.0), row["bytes_sent"] + (sent if row["step"] else 0),
+            )
+            for row in run.rows(EVALUATIONS) if metric in row["validation"]
+        )  # fmt: skip
+        label = self.network.label if self.network else ""
+        return Measured(self.job.contender, self.job.hosts, label, self.job.seed, moments)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What steps of a contender take on a network."""
+
+    runs: Path
+    job: Job
+    network: Network
+    seconds: float
+    parameters: Callable[[], int]  # known once something was trained
+
+    part = TIMINGS
+
+    @property
+    def name(self) -> str:
+        return "-".join(["steps", *_where(self.job, self.network)])
+
+    @property
+    def path(self) -> Path:
+        return self.runs / f"{self.name}.json"
+
+    def is_finished(self) -> bool:
+        if not self.path.is_file():
+            return False
+        _require_same(self.path, read_json(self.path)["asked"], self._asked())
+        return True
+
+    def make(self, say: Say) -> None:
+        arguments = {"job": asdict(self.job), "dense_steps": self._dense_steps(), "seconds": self.seconds}
+        with _cluster(self.job.hosts, self.network) as cluster:
+            records = run_ranks(cluster, "oktopk.bench.target.training:time_steps", arguments, LONGEST)
+        self.runs.mkdir(parents=True, exist_ok=True)
+        write_json(self.path, {"asked": self._asked(), "costs": records[0][-1]})
+
+    def costs(self) -> Costs:
+        found = dict(read_json(self.path)["costs"])
+        del found["parameters"]
+        return Costs(self.job.contender, self.job.hosts, self.network.label, **found)
+
+    def _asked(self) -> dict[str, Any]:
+        """What step times depend on: not the seed, nor how often quality is looked at."""
+        return asdict(replace(self.job, seed=0, evaluations=1)) | {"seconds": self.seconds}
+
+    def _dense_steps(self) -> int:
+        """As many as fit into the time, of those that stand before others."""
+        rate = (self.network.bits_per_second or 1e12) * FRAMING / 8
+        each = all_reduce_bytes(4 * self.parameters(), self.job.hosts) / rate
+        return max(LEAST_DENSE, min(MOST_DENSE, int(self.seconds / each)))
+
+
+Piece = Training | Timing
+
+
+def pieces(sweep: Sweep, parts: Sequence[str] = PARTS) -> list[Piece]:
+    """In the order in which they are made: seed after seed, then network after network."""
+    return [piece for piece in _all(sweep) if piece.part in parts]
+
+
+def _all(sweep: Sweep) -> Iterator[Piece]:
+    trainings = [
+        Training(sweep.runs, sweep.job(contender, hosts, seed))
+        for seed in range(sweep.seeds)
+        for hosts in sweep.hosts
+        for contender in sweep.contenders
+    ]
+    if sweep.measured:
+        yield from (replace(one, network=network) for one in trainings for network in sweep.networks)
+        return
+    yield from trainings
+    for network in sweep.networks:
+        for hosts in sweep.hosts:
+            for contender in sweep.contenders:
+                job = replace(sweep.job(contender, hosts), evaluations=1)
+                yield Timing(sweep.runs, job, network, sweep.seconds, lambda: parameters(sweep))
+            for contender in sweep.checked:
+                yield Training(sweep.runs, replace(sweep.job(contender, hosts), evaluations=1), network, is_check=True)
+
+
+def parameters(sweep: Sweep) -> int:
+    """Of the model, as a training of the sweep has written it down."""
+    for piece in pieces(sweep):
+        if isinstance(piece, Training) and (piece.path / "config.json").is_file():
+            return int(RunDirectory.open(piece.path).config["parameters"])
+    raise ConfigError(f"nothing was trained in {sweep.runs} yet: make the trainings first.")
+
+
+def require_emulation(wanted: Sequence[Piece]) -> None:
+    """Refuse before anything starts what would fail hours later."""
+    missing = missing_for_emulation()
+    if missing is not None and any(piece.part != TRAININGS and not piece.is_finished() for piece in wanted):
+        raise ClusterError(f"cannot emulate a network: {missing}. {REMEDY} Trainings alone: --parts trainings.")
+
+
+@contextmanager
+def _cluster(hosts: int, network: Network | None) -> Iterator[Cluster]:
+    if network is None:
+        yield Cluster(hosts)
+        return
+    with emulated_cluster(hosts, network) as cluster:
+        yield cluster
+
+
+def _where(job: Job, network: Network | None) -> list[str]:
+    preset = [job.preset] if job.preset else []
+    across = [network.label] if network else []
+    return [job.workload, *preset, f"{job.hosts}hosts", re.sub(r"[^a-z0-9.]+", "-", job.contender), *across]
+
+
+def _require_same(path: Path, found: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
+    unlike = [f"{name} {found.get(name)!r} and not {asked[name]!r}" for name in asked if found.get(name) != asked[name]]
+    if unlike:
+        raise ConfigError(f"{path} was made with {', '.join(unlike)}: give another --runs, or delete it.")

@@ -1,0 +1,147 @@
+"""What a sweep found, in one file: the page is made of nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from oktopk.bench.host import describe_machine
+from oktopk.bench.target.contenders import DENSE_NAME
+from oktopk.bench.target.pieces import Sweep, Timing, Training, pieces
+from oktopk.bench.target.replay import (
+    Costs,
+    Goal,
+    Measured,
+    Moment,
+    Standing,
+    Trained,
+    deviation,
+    goal_of,
+    replay,
+    standing,
+)
+from oktopk.bench.target.schedule import Schedule
+from oktopk.errors import DataError
+from oktopk.training.run_directory import RunDirectory, read_json, write_json
+
+
+@dataclass(frozen=True)
+class Results:
+    """All that tables and figures need."""
+
+    command: str
+    machine: Mapping[str, Any]
+    workload: str
+    preset: str
+    parameters: int
+    metric: str
+    lower_is_better: bool
+    target: float | None  # None: what dense reaches
+    networks: Mapping[str, float]  # label: bits per second
+    trained: tuple[Trained, ...]
+    costs: tuple[Costs, ...]
+    measured: tuple[Measured, ...]  # whole trainings across the network
+    is_measured: bool  # they are what counts; else they are there to compare a replay with
+
+    @property
+    def hosts(self) -> list[int]:
+        return sorted({hosts for _, hosts, _ in self._ran()})
+
+    def contenders(self, hosts: int) -> list[str]:
+        return list(dict.fromkeys(name for name, there, _ in self._ran() if there == hosts))
+
+    def _ran(self) -> list[tuple[str, int, int]]:
+        return [_who(one) for one in self.trained] + [_who(one) for one in self.measured]
+
+    def goal(self, hosts: int) -> Goal:
+        runs = self.measured if self.is_measured else ()
+        finals = [one.final for one in self.trained if (one.contender, one.hosts) == (DENSE_NAME, hosts)]
+        finals += [one.moments[-1].quality for one in runs if (one.contender, one.hosts) == (DENSE_NAME, hosts)]
+        return goal_of(self.target, finals, self.lower_is_better)
+
+    def runs(self, contender: str, hosts: int, network: str) -> list[tuple[Moment, ...]]:
+        """Every seed on a network: as it was measured, or replayed; none while steps are not timed yet."""
+        if self.is_measured:
+            wanted = (contender, hosts, network)
+            return [one.moments for one in self.measured if (one.contender, one.hosts, one.network) == wanted]
+        costs = self.costs_of(contender, hosts, network)
+        mine = [one for one in self.trained if (one.contender, one.hosts) == (contender, hosts)]
+        return [replay(one, costs) for one in mine] if costs else []
+
+    def standings(self, hosts: int, network: str) -> list[Standing]:
+        """The contenders that are known, the first to reach the target first."""
+        goal = self.goal(hosts)
+        found = [
+            standing(name, runs, goal, self._diverged(name, hosts))
+            for name in self.contenders(hosts)
+            if (runs := self.runs(name, hosts, network))
+        ]
+        sign = 1 if self.lower_is_better else -1
+        return sorted(found, key=lambda s: (not s.has_reached, s.seconds if s.has_reached else sign * s.quality))
+
+    def costs_of(self, contender: str, hosts: int, network: str) -> Costs | None:
+        wanted = (contender, hosts, network)
+        return next((one for one in self.costs if (one.contender, one.hosts, one.network) == wanted), None)
+
+    def checks(self) -> list[tuple[Measured, tuple[Moment, ...], float]]:
+        """Measured trainings, their replays, and how far these are off."""
+        if self.is_measured:
+            return []
+        found = []
+        for one in self.measured:
+            costs = self.costs_of(one.contender, one.hosts, one.network)
+            twin = next((t for t in self.trained if _who(t) == _who(one)), None)
+            if costs and twin:
+                replayed = replay(twin, costs)
+                found.append((one, replayed, deviation(one, replayed)))
+        return found
+
+    def _diverged(self, contender: str, hosts: int) -> int:
+        return sum(one.diverged for one in self.trained if (one.contender, one.hosts) == (contender, hosts))
+
+
+def collect(sweep: Sweep, target: float | None, command: str) -> Results:
+    """What is finished of a sweep."""
+    there = [piece for piece in pieces(sweep) if piece.is_finished()]
+    trainings = [piece for piece in there if isinstance(piece, Training)]
+    if not trainings:
+        raise DataError(f"no training of {sweep.workload} has ended in {sweep.runs} yet.")
+    about = RunDirectory.open(trainings[0].path).config
+    return Results(
+        command, describe_machine(), sweep.workload, about["preset"], about["parameters"], about["metric"],
+        about["lower_is_better"], target, {one.label: one.bits_per_second or 0.0 for one in sweep.networks},
+        tuple(piece.trained() for piece in trainings if piece.network is None),
+        tuple(piece.costs() for piece in there if isinstance(piece, Timing)),
+        tuple(piece.crossing() for piece in trainings if piece.network is not None), sweep.measured,
+    )  # fmt: skip
+
+
+def write_target(path: Path, results: Results) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, asdict(results))
+
+
+def read_target(path: Path) -> Results:
+    """What `write_target` wrote."""
+    try:
+        values = dict(read_json(path))
+        parts = {
+            "trained": tuple(
+                Trained(**{**one, "schedule": Schedule(**one["schedule"]), "points": tuple(map(tuple, one["points"]))})
+                for one in values["trained"]
+            ),
+            "costs": tuple(Costs(**one) for one in values["costs"]),
+            "measured": tuple(
+                Measured(**{**one, "moments": tuple(Moment(**moment) for moment in one["moments"])})
+                for one in values["measured"]
+            ),
+        }
+        return Results(**values | parts)
+    except (KeyError, TypeError) as error:
+        raise DataError(f"{path} is not a result of `oktopk bench target` ({error}): write it again.") from error
+
+
+def _who(one: Trained | Measured) -> tuple[str, int, int]:
+    return one.contender, one.hosts, one.seed

@@ -1,0 +1,282 @@
+"""The work of one rank: a whole training of a contender with its quality on the way, or what its steps take.
+
+Both are one loop over real batches. Quality is that of the mean of all ranks' weights, as if training ended there;
+to find it is not part of the time of a training, nor of its bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from statistics import mean
+from time import monotonic, perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from oktopk.bench.rank import RankContext
+from oktopk.bench.target.contenders import CONTENDERS, Participant, Setting
+from oktopk.bench.target.schedule import DENSE, FINAL, WHOLE
+from oktopk.errors import NonFiniteError
+from oktopk.training.config import TrainConfig
+from oktopk.training.evaluation import validate
+from oktopk.training.learning_rate import learning_rate
+from oktopk.training.randomness import seed_all, seed_rank
+from oktopk.training.run_directory import STEPS, RunDirectory
+from oktopk.training.workload import make_workload
+from oktopk.training.world import World
+from oktopk.transport.torch_dist import TorchTransport
+from oktopk.workloads.base import Recipe, Workload
+
+EVALUATIONS = "evaluations.jsonl"
+BRIEF_CYCLE = 4  # steps from exchange to exchange while they are timed
+LEAST_CYCLES, MOST_CYCLES = 3, 40
+NEWS_SECONDS = 0.5  # between two words on how far it is
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training."""
+
+    workload: str
+    contender: str
+    hosts: int
+    seed: int = 0
+    preset: str | None = None
+    data: str | None = None
+    epochs: int | None = None
+    lr: float | None = None  # for means of gradients; local optimizers get what the trainer makes of it
+    lr_warmup_epochs: float | None = None
+    evaluations: int = 20  # at about as many places, the end included
+
+    @property
+    def config(self) -> TrainConfig:
+        return TrainConfig(
+            self.workload, self.preset, self.data, epochs=self.epochs, lr_warmup_epochs=self.lr_warmup_epochs,
+            seed=self.seed, reduce=CONTENDERS[self.contender].reduce,
+        )  # fmt: skip
+
+    def recipe(self, base: Recipe) -> Recipe:
+        """The preset's, with what was said. The rate is dense's: from it the rate of updates follows."""
+        return self.config.recipe(base if self.lr is None else replace(base, lr=self.lr), self.hosts)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One step, as rank 0 saw it."""
+
+    step: int
+    kind: str
+    loss: float
+    lr: float
+    seconds: float
+    bytes_sent: int  # by the kernel's counter of its host's interface; 0 where ranks share one
+
+
+class Training:
+    """One rank of a training, step by step."""
+
+    def __init__(self, job: Job, context: RankContext, is_counted: bool, brief: int | None = None) -> None:
+        """With `brief`, kinds of steps follow each other soon, after that many dense ones."""
+        self._sent = (lambda: context.wire_bytes()[0]) if is_counted else (lambda: 0)
+        self._transport = TorchTransport()
+        self.world = World(self._transport, local_rank=context.rank)  # all hosts are this one
+        seed_all(job.seed)
+        self.workload: Workload = self.world.local_first(lambda: make_workload(job.config))
+        contender = CONTENDERS[job.contender]
+        self.recipe: Recipe = job.recipe(self.workload.recipe)
+        self.per_epoch = self.workload.steps_per_epoch(context.world_size)
+        self.steps = self.per_epoch * self.recipe.epochs
+        schedule = contender.schedule(self.recipe, self.steps)
+        self.schedule = schedule if brief is None else schedule.brief(brief, BRIEF_CYCLE)
+        self.model = self.workload.model()
+        self._copy = deepcopy(self.model)
+        self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        setting = Setting(self._config(job), self.recipe, self.model, self._transport, self.schedule)
+        self.participant: Participant = contender.attach(setting)
+        seed_rank(job.seed, context.rank)
+        self.done = 0
+        self._batches = self._endless()
+        self.model.train()
+
+    def _config(self, job: Job) -> TrainConfig:
+        return replace(job.config, every=self.schedule.every) if job.config.reduce == "updates" else job.config
+
+    def _endless(self) -> Iterator[Any]:
+        epoch = 0
+        while True:
+            yield from self.workload.batches(epoch, self.world.rank, self.world.world_size)
+            epoch += 1
+
+    def step(self) -> Seen:
+        """The next one."""
+        started, before = perf_counter(), self._sent()
+        taken, rate = self.participant, learning_rate(self.recipe, self.done, self.per_epoch, self.world.world_size)
+        for group in taken.optimizer.param_groups:
+            group["lr"] = rate
+        taken.optimizer.zero_grad()
+        loss = self.workload.loss(taken.model, next(self._batches))
+        loss.backward()
+        taken.clip()
+        taken.optimizer.step()
+        taken.exchange(self.done)
+        seen = float(loss.detach())
+        seconds, sent = perf_counter() - started, self._sent() - before
+        self.done += 1
+        return Seen(self.done - 1, self.schedule.kind(self.done - 1), seen, rate, seconds, sent)
+
+    def finish(self) -> Seen | None:
+        """What ends it, for contenders whose ranks have weights of their own."""
+        if self.participant.finish is None:
+            return None
+        self.world.total([0.0])  # ranks start on it together
+        started, before = perf_counter(), self._sent()
+        self.participant.finish()
+        seconds, sent = perf_counter() - started, self._sent() - before
+        return Seen(self.done, FINAL, 0.0, 0.0, seconds, sent)
+
+    def quality(self) -> dict[str, float]:
+        """Of what training would end with here, in a copy: `local_steps` would notice that weights changed."""
+        pairs = list(zip(_tensors(self._copy), _tensors(self.model), strict=True))
+        for copy, own in pairs:
+            copy.copy_(own)
+        differing = pairs if self.participant.finish else pairs[len(list(self.model.parameters())) :]
+        self.world.average_([copy for copy, _ in differing if copy.is_floating_point()])
+        return validate(self._copy, self.workload, self.world)
+
+    def close(self) -> None:
+        self.participant.close()
+        self.world.close()
+
+
+def _tensors(model: nn.Module) -> list[Tensor]:
+    """Weights, and what normalisation layers remember."""
+    return [*(parameter.data for parameter in model.parameters()), *model.buffers()]
+
+
+def train(context: RankContext, job: Mapping[str, Any], directory: str, network: str) -> None:
+    """Train to the end; rank 0 writes the run directory and says how far it is. The network is "" on loopback."""
+    asked = Job(**job)
+    training = Training(asked, context, is_counted=bool(network))
+    run = _Run(training, asked, Path(directory), network, context)
+    run.evaluate()
+    places = evaluation_steps(training.steps, asked.evaluations)
+    try:
+        while training.done < training.steps and not run.diverged:
+            run.note(training.step())
+            if training.done in places:
+                run.evaluate()
+    except NonFiniteError:  # every rank has it
+        run.diverged = True
+    run.end(None if run.diverged else training.finish())
+    training.close()
+
+
+def evaluation_steps(steps: int, evaluations: int) -> set[int]:
+    """After which steps quality is looked at: evenly, and at the end."""
+    return {max(1, round(steps * n / evaluations)) for n in range(1, evaluations + 1)}
+
+
+class _Run:
+    """What rank 0 writes down."""
+
+    def __init__(self, training: Training, job: Job, path: Path, network: str, context: RankContext) -> None:
+        self._training, self._context, self._metric = training, context, training.workload.metric
+        self._seen: list[Seen] = []
+        self._seconds, self._bytes, self.diverged = 0.0, 0, False
+        self._validation: dict[str, float] = {}
+        self._said = 0.0
+        self._directory = RunDirectory(path)
+        if context.rank == 0:
+            described = {
+                "asked": asdict(job), "network": network, "metric": self._metric.name,
+                "lower_is_better": self._metric.lower_is_better, "preset": training.workload.preset,
+                "parameters": training.parameters, "steps": training.steps, "lr": training.recipe.lr,
+                "schedule": asdict(training.schedule), "torch": torch.__version__,
+            }  # fmt: skip
+            RunDirectory.create(path, described)
+
+    def note(self, seen: Seen) -> None:
+        self._seen.append(seen)
+        self._seconds += seen.seconds
+        self._bytes += seen.bytes_sent
+        if self._context.rank == 0 and monotonic() - self._said > NEWS_SECONDS:
+            self._said = monotonic()
+            self._context.emit(done=self._training.done, of=self._training.steps)
+
+    def evaluate(self) -> None:
+        """Look at quality; one that is no number ends the training, on all ranks alike."""
+        self._validation = self._training.quality()
+        value = self._validation.get(self._metric.name, math.nan)
+        self.diverged = not math.isfinite(value)
+        if self._context.rank == 0:
+            self._directory.append(STEPS, map(asdict, self._seen))
+            row = {"step": self._training.done, "seconds": self._seconds, "bytes_sent": self._bytes}
+            self._directory.append(EVALUATIONS, [row | {"validation": self._validation}])
+        self._seen = []
+
+    def end(self, final: Seen | None) -> None:
+        if self._context.rank == 0:
+            self._directory.append(STEPS, map(asdict, [*self._seen, *([final] if final else [])]))
+            summary = {
+                "steps": self._training.done, "metric": self._metric.name, "validation": self._validation,
+                "diverged": self.diverged, "seconds": self._seconds + (final.seconds if final else 0.0),
+                "bytes_sent": self._bytes + (final.bytes_sent if final else 0),
+            }  # fmt: skip
+            self._directory.write_summary(summary)
+
+
+def time_steps(context: RankContext, job: Mapping[str, Any], dense_steps: int, seconds: float) -> None:
+    """Measure what steps of each kind take and send; rank 0 emits it."""
+    training = Training(Job(**job), context, is_counted=True, brief=dense_steps)
+    schedule, samples = training.schedule, Samples(training.participant.settles)
+    start = 0 if schedule.start == WHOLE else schedule.start
+    for _ in range(start):
+        samples.add(training.step())
+    wanted = {schedule.kind(start + n) for n in range(schedule.cycle)}
+    started = monotonic()
+    while not training.world.announce(samples.is_enough(wanted, monotonic() - started > seconds)):
+        for _ in range(schedule.cycle):
+            samples.add(training.step())
+    final = training.finish()
+    if final is not None:
+        samples.add(final)
+    if context.rank == 0:
+        context.emit(**samples.costs(), parameters=training.parameters)
+    training.close()
+
+
+@dataclass
+class Samples:
+    """Steps that were timed, by kind. The first of each kind still set things up."""
+
+    settles: int
+    seen: dict[str, list[Seen]] = field(default_factory=dict)
+
+    def add(self, seen: Seen) -> None:
+        self.seen.setdefault(seen.kind, []).append(seen)
+
+    def is_enough(self, wanted: Collection[str], is_late: bool) -> bool:
+        """Whether these kinds were seen often enough, or as often as there is time for."""
+        fewest = min(len(self.seen.get(kind, ())) - self._skipped(kind) for kind in wanted)
+        return fewest >= MOST_CYCLES or (is_late and fewest >= LEAST_CYCLES)
+
+    def costs(self) -> dict[str, dict[str, float]]:
+        """Means, since what a whole training takes is their sum; and the extremes."""
+        kept = {kind: steps[self._skipped(kind) :] for kind, steps in self.seen.items()}
+        times = {kind: [seen.seconds for seen in steps] for kind, steps in kept.items()}
+        return {
+            "seconds": {kind: mean(one) for kind, one in times.items()},
+            "fastest": {kind: min(one) for kind, one in times.items()},
+            "slowest": {kind: max(one) for kind, one in times.items()},
+            "bytes": {kind: mean(seen.bytes_sent for seen in steps) for kind, steps in kept.items()},
+            "samples": {kind: float(len(one)) for kind, one in times.items()},
+        }
+
+    def _skipped(self, kind: str) -> int:
+        """How many set things up; what ends a training comes once."""
+        return 0 if kind == FINAL else 1 if kind == DENSE else self.settles
