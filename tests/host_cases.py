@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterable
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 import fault_cases
 import front_end_cases
@@ -37,9 +39,9 @@ def in_hosts() -> None:
     SPARSE["hosts"] = PER_HOST  # of this process, whose life is one test
 
 
-def front_ends() -> tuple[dict[str, Result], dict[str, Any], dict[str, torch.Tensor]]:
+def front_ends() -> tuple[dict[str, Result], dict[str, Any], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     in_hosts()
-    return front_end_cases.run_cases(CASES), front_end_cases.scaled(), plain_loop()
+    return front_end_cases.run_cases(CASES), front_end_cases.scaled(), plain_loop(), own_steps()
 
 
 def plain_loop() -> dict[str, torch.Tensor]:
@@ -52,6 +54,51 @@ def plain_loop() -> dict[str, torch.Tensor]:
             optimizer.step()
         assert optimizer.reducer.hosts.ranks == ((0, 1), (2, 3))
     return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def own_steps() -> dict[str, torch.Tensor]:
+    """What `local_steps` makes of a DDP module: gradients of one step, own weights, and where all end."""
+    ddp = DDP(Net(seed=dist.get_rank()))
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
+    with oktopk.local_steps(ddp, optimizer, hosts=PER_HOST, every=2, min_numel=0, density=0.2) as handle:
+        assert handle.workers == 2
+        for x in batches(dist.get_rank(), 5):
+            optimizer.zero_grad()
+            ddp(x).square().mean().backward()
+            alone = flat(p.grad for p in ddp.parameters())
+            optimizer.step()
+        seen = {"alone": alone, "averaged": flat(p.grad for p in ddp.parameters()), "own": flat(ddp.parameters())}
+        with handle.shared():
+            seen["shared"] = flat(ddp.parameters())
+        handle.finish()
+        assert handle.reducer.last_step.inside_bytes > 0
+        return seen | {"end": flat(ddp.parameters())}
+
+
+def flat(tensors: Iterable[Any]) -> torch.Tensor:
+    return torch.cat([tensor.detach().flatten() for tensor in tensors])
+
+
+def killed_in_local_steps(victim: int, phase: str, processes: Path) -> tuple[str, str, float]:
+    """`kill -9` of one rank in its third step, while its host averages gradients or tells what it reduced."""
+    (processes / str(os.getpid())).touch()
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    oktopk.local_steps(model, optimizer, hosts=PER_HOST, min_numel=0, timeout=fault_cases.TIMEOUT)
+    death = [0.0]
+
+    def work() -> None:
+        for step, x in enumerate(batches(dist.get_rank(), 1000)):
+            if step == 3:
+                death[0] = monotonic()
+                if dist.get_rank() == victim:
+                    _die_at(phase)
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+
+    kind, message, _ = fault_cases.caught(work)
+    return kind, message, monotonic() - death[0]
 
 
 def killed_between_phases(victim: int, phase: str, processes: Path) -> tuple[str, str, float]:
@@ -73,7 +120,7 @@ def killed_between_phases(victim: int, phase: str, processes: Path) -> tuple[str
 
 def _die_at(phase: str) -> None:
     when, _, verb = phase.split()
-    name = {"scatter": "scatter", "gather": "gather_"}[verb]
+    name = {"scatter": "scatter", "gather": "gather_", "telling": "everyones"}[verb]
     work = getattr(Inside, name)
 
     def last(*args: Any) -> Any:

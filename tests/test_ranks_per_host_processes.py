@@ -19,7 +19,7 @@ from oktopk.training.trainer import resumed_config
 from test_faults import GRACE
 from test_front_ends import check_conservation, check_equal
 from trainings import TOY, changed, strict_rows, toy_config, train_as_rank
-from worlds import run_processes, start
+from worlds import Outcome, run_processes, start
 
 RANKS = 4
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
@@ -33,7 +33,7 @@ def world() -> list[Any]:
 
 @pytest.mark.parametrize("case", host_cases.CASES)
 def test_ddp_over_hosts_keeps_replicas_equal_and_loses_nothing(case: str, world: list[Any]) -> None:
-    results = [cases[case] for cases, _, _ in world]
+    results = [cases[case] for cases, *_ in world]
     check_equal(results)
     if case != "momentum":
         check_conservation(results)
@@ -44,7 +44,7 @@ def test_ddp_over_hosts_keeps_replicas_equal_and_loses_nothing(case: str, world:
 
 
 def test_a_skipped_step_of_a_scaler_leaves_every_hosts_residuals_alone(world: list[Any]) -> None:
-    results = [scaled for _, scaled, _ in world]
+    results = [scaled for _, scaled, *_ in world]
     for result in results:
         assert result["scales"] == results[0]["scales"] and result["scales"][6] == result["scales"][5] / 2
         assert all(torch.equal(result["before"][name], result["after"][name]) for name in result["before"])
@@ -52,8 +52,30 @@ def test_a_skipped_step_of_a_scaler_leaves_every_hosts_residuals_alone(world: li
 
 
 def test_the_optimizer_over_hosts_keeps_replicas_equal(world: list[Any]) -> None:
-    for _, _, weights in world[1:]:
+    for _, _, weights, _ in world[1:]:
         assert all(torch.equal(weights[name], world[0][2][name]) for name in weights)
+
+
+def test_local_steps_over_hosts_average_ddps_gradients_inside_and_weights_between(world: list[Any]) -> None:
+    ranks = [seen for *_, seen in world]
+    for one, other in (ranks[:2], ranks[2:]):
+        assert torch.equal(one["own"], other["own"]) and torch.equal(one["averaged"], other["averaged"])
+        torch.testing.assert_close(one["averaged"], (one["alone"] + other["alone"]) / 2)
+    assert not torch.equal(ranks[0]["own"], ranks[2]["own"])
+    assert all(torch.equal(seen[what], ranks[0][what]) for seen in ranks for what in ("shared", "end"))
+
+
+def test_the_trainer_reduces_updates_of_hosts_and_goes_on_without(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"density": 0.2, "min_numel": 0, "reduce": "updates", "optimizer": "adamw", "every": 2}
+    config = toy_config(tmp_path, "run", hosts=2, max_steps=4, validate_every=0, norm_clip=1.0, **options)
+    run_processes(RANKS, train_as_rank, config, timeout=100)
+    rows = strict_rows(tmp_path / "run" / "steps.jsonl")
+    assert [row["reduce"]["inside_bytes"] > 0 for row in rows if "reduce" in row] == [True, True]
+    assert rows[-1]["lr"] == pytest.approx(0.02 * 2**0.5), "two hosts step by themselves, not four workers"
+    alone = changed(resumed_config(tmp_path / "run", TOY), hosts=1, max_steps=6)
+    run_processes(2, train_as_rank, alone, timeout=100)
+    rows = strict_rows(tmp_path / "run" / "steps.jsonl")
+    assert [row["reduce"]["inside_bytes"] for row in rows[4:] if "reduce" in row] == [0]
 
 
 def test_the_trainer_sums_inside_hosts_and_goes_on_without(tmp_path: Path) -> None:
@@ -82,6 +104,11 @@ def test_the_trainer_sums_inside_hosts_and_goes_on_without(tmp_path: Path) -> No
 )
 def test_a_rank_killed_between_phases_is_named_on_every_host(victim: int, phase: str, tmp_path: Path) -> None:
     outcomes = start(RANKS, host_cases.killed_between_phases, victim, phase, tmp_path, timeout=120)
+    check_named(outcomes, victim, tmp_path)
+
+
+def check_named(outcomes: list[Outcome], victim: int, pids: Path) -> None:
+    """Every rank but the victim says in time who it was, and no memory is left."""
     assert outcomes[victim].code == -signal.SIGKILL
     for outcome in outcomes:
         if outcome.rank != victim:
@@ -91,8 +118,17 @@ def test_a_rank_killed_between_phases_is_named_on_every_host(victim: int, phase:
             # The host of the others may have come to the next step already.
             assert re.match(rf"rank {victim} failed at step [34], phase .*: it vanished", message), message
             assert seconds < TIMEOUT + GRACE
-    processes = [path.name for path in tmp_path.iterdir()]
+    processes = [path.name for path in pids.iterdir()]
     assert len(processes) == RANKS and not _shared_memory_of(processes), "memory was left behind"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("victim", "phase"), [(0, "before the scatter"), (3, "after the scatter"), (1, "before the telling")]
+)
+def test_a_rank_killed_in_local_steps_is_named_on_every_host(victim: int, phase: str, tmp_path: Path) -> None:
+    outcomes = start(RANKS, host_cases.killed_in_local_steps, victim, phase, tmp_path, timeout=120)
+    check_named(outcomes, victim, tmp_path)
 
 
 def _shared_memory_of(processes: list[str]) -> list[str]:

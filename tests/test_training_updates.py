@@ -86,7 +86,6 @@ def test_bad_data_between_synchronisations_stops_all_with_its_message(every: int
         ({"reduce": "updates", "every": 0}, "1 or more"),
         ({"reduce": "updates", "momentum_correction": 0.9}, "--momentum-correction"),
         ({"reduce": "updates", "analyze_every": 5}, "--analyze-every"),
-        ({"reduce": "updates", "hosts": 2}, "--hosts"),
     ],
 )
 def test_what_makes_no_sense_together_is_refused(options: dict[str, Any], said: str) -> None:

@@ -276,10 +276,12 @@ def _read(target: Saveable, folder: Path, on_world_change: OnWorldChange) -> tup
         rank=reducer.rank,
         world_size=reducer.world_size,
         world_size_before=manifest.world_size,
+        ranks_per_host_before=len(before[0]),
         own=Part(reducer.hosts.local_rank, reducer.hosts.ranks_per_host),
         is_same_world=is_same,
         first=read(0),
         nearest=read(reducer.rank % manifest.world_size),
+        leading=read(before[reducer.hosts.host % len(before)][0]),
         inherited=[[read(rank) for rank in ranks] for ranks in inherited],
     )
     return manifest, target.from_rank_states(states)

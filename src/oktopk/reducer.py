@@ -19,6 +19,7 @@ from oktopk.reduction.autotune import WIRES_ONCE, AutoConfig, Decision
 from oktopk.reduction.communication import CommunicationThread
 from oktopk.reduction.gradient import Gradient
 from oktopk.reduction.hosts import Hosts, HostsOption, join_hosts
+from oktopk.reduction.inside import Inside
 from oktopk.reduction.pipeline import Pipeline, Settings
 from oktopk.reduction.rank_states import RankStates
 from oktopk.reduction.records import Request
@@ -124,6 +125,12 @@ class Reducer:
     def communicate(self, work: Callable[[Transport], T]) -> T:
         """Run `work(transport)` on the communication thread, after all that was submitted. Every rank must do it."""
         return self._thread.run(lambda: work(self._pipeline.transport))
+
+    def _communicate_inside(self, work: Callable[[Inside], T]) -> T:
+        """As `communicate`, between the ranks of a host that has several."""
+        inside = self._pipeline.inside
+        assert inside is not None
+        return self._thread.run(lambda: work(inside))
 
     def refuse(self, error: Exception) -> NoReturn:
         """End on every rank, in order, when this one cannot reduce what the others do, for instance a bad batch.

@@ -33,11 +33,21 @@ def advise_updates(scenario: Scenario, machine: Machine, optimizer: Optimizer) -
     whole = replace(scenario, density=usual.density, bucket_bytes=4 * scenario.numel)  # one vector, hidden by nothing
     sent: Prediction = predict_step(whole, machine, UPDATES_ALGORITHM, usual.wire)
     synchronising = sent.work_seconds + sent.link_seconds + sent.wait_seconds if scenario.ranks > 1 else 0.0
-    every = min(MOST, max(1, ceil(synchronising / (SHARE * scenario.compute_seconds))))
-    step = scenario.compute_seconds + synchronising / every
+    computing = scenario.compute_seconds + _averaging_seconds(scenario, machine)
+    every = min(MOST, max(1, ceil(synchronising / (SHARE * computing))))
+    step = computing + synchronising / every
     dense = predict_step(scenario, machine, "dense", "float32").step_seconds
-    factor = scenario.ranks**0.5 if optimizer == "adamw" else 1.0
+    workers = scenario.hosts if scenario.has_hosts else scenario.ranks
+    factor = workers**0.5 if optimizer == "adamw" else 1.0
     return UpdateAdvice(usual.density, usual.wire, every, synchronising, step, dense / step, factor)
+
+
+def _averaging_seconds(scenario: Scenario, machine: Machine) -> float:
+    """What ranks of a host take in every step to average gradients: each hands parts over, and its own mean back."""
+    if not scenario.has_hosts:
+        return 0.0
+    handed = 2 * scenario.of_a_part.numel * (scenario.ranks_per_host - 1)
+    return handed * machine.hand_over_per_entry * max(1.0, scenario.ranks_per_core)
 
 
 def recommend_updates(scenario: Scenario, machine: Machine, optimizer: Optimizer) -> str:

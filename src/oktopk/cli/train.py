@@ -93,7 +93,7 @@ class Train(TrainConfig):
 
     def _describe(self) -> int:
         config = as_config(self)
-        resolved = config.resolved(config.recipe(make_workload(config).recipe, config.workers))
+        resolved = config.resolved(config.recipe(make_workload(config).recipe, config.steppers))
         console().print_json(json.dumps(resolved.to_json()))
         argv = ["train", *to_argv(replace(self, dry_run=False))]
         command = launch_command(self.workers, [_MODULE, *argv]) if self.workers > 1 else shlex.join(["oktopk", *argv])

@@ -58,14 +58,26 @@ def reduced_from(saved: Mapping[str, Any], numel: int) -> Reduced | None:
     return Reduced(vector(saved["mean"]), vector(saved["sent"]))
 
 
+def inherit_same(states: RankStates) -> dict[str, Any]:
+    """The weights of one vector on the same rank of the same world; what its file leaves out, another's has."""
+    own = {name: states.nearest[name] or states.leading[name] for name in ("own", "owed")}
+    return {**states.nearest, **own, "shared": states.first["shared"]}
+
+
 def inherit_weights(states: RankStates) -> dict[str, Any]:
     """The weights of one vector on a rank of a world of another size: own = shared - owed, with nothing under way."""
     shared, first = dict(states.first["shared"]), states.first
     _pay(shared, first["arrived"].get("mean", {}))
-    owed = total((_owed_after(state) for host in states.inherited for state in host), states.scale)
+    owed = total(map(_owed_by_host, states.inherited), states.scale_of_hosts)
     owed = {name: owed.get(name, torch.zeros_like(part)) for name, part in shared.items()}
     own = {name: (part - owed[name]).to(first["own"][name].dtype) for name, part in shared.items()}
     return {"own": own, "owed": owed, "shared": shared, "arrived": {}}
+
+
+def _owed_by_host(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """What a host owes: weights its first rank has for all, and of buffers every rank has its own."""
+    told = [_owed_after(state) for state in ranks if state["owed"]]
+    return total(told, 1 / max(1, len(told)))
 
 
 def _owed_after(state: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -88,7 +100,7 @@ def _pay(parts: dict[str, Tensor], amount: Mapping[str, Tensor]) -> None:
 
 
 def inherit_optimizer(states: RankStates) -> dict[str, Any]:
-    """One optimizer state for a rank that inherits several or none: means of tensors, the rest as in the nearest."""
+    """One optimizer state for a host that inherits several or none: means of tensors, the rest as in the nearest."""
     given: Sequence[Mapping[str, Any]] = [state for host in states.inherited for state in host] or [states.nearest]
     merged = {
         index: {name: _mean([state["state"][index][name] for state in given]) for name in entry}

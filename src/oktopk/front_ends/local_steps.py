@@ -19,8 +19,10 @@ from oktopk.config import UPDATES_ALGORITHM, Density, update_defaults
 from oktopk.errors import CheckpointError, ConfigError, OkTopkError, UnsupportedError
 from oktopk.front_ends.buffers import is_look_due
 from oktopk.front_ends.every import Every, interval
+from oktopk.front_ends.host_gradients import HostGradients
 from oktopk.front_ends.local_state import (
     inherit_optimizer,
+    inherit_same,
     inherit_weights,
     load_optimizer_state,
     optimizer_state,
@@ -37,6 +39,7 @@ from oktopk.front_ends.weights import (
 )
 from oktopk.kernels.tensors import largest_magnitude
 from oktopk.reducer import Reducer
+from oktopk.reduction.hosts import HostsOption
 from oktopk.reduction.rank_states import RankStates
 from oktopk.reduction.records import Request
 
@@ -71,8 +74,11 @@ def local_steps(
         a tenth of the time, at most 64).
     `overlap`: let a reduction travel while the next steps are computed; it is applied at the next synchronisation.
     `scaler`: the GradScaler, if there is one. It may skip a step on one rank.
-    Other options are those of `Reducer`. Adam-like optimizers want about sqrt(world size) times the learning rate that
-    is best for averaged gradients, since the gradients of one rank are noisier.
+    `hosts`: how many consecutive ranks are one worker: they average gradients before each step, have the same weights,
+        and reduce one part of the updates each. "auto" (the default) takes the ranks of a machine, where there are
+        several machines with equally many, weights are on the CPU and there is no overlap; None: every rank is one.
+    Other options are those of `Reducer`. Adam-like optimizers want about sqrt(workers) times the learning rate that is
+    best for averaged gradients, since the gradients of one worker are noisier; `handle.workers` counts workers.
 
     >>> import torch, oktopk
     >>> model = torch.nn.Linear(4, 2)
@@ -88,20 +94,32 @@ def local_steps(
     optimizers, (ddp, module) = unwrap_optimizers(optimizer), unwrap_model(model)
     check_weights(module, optimizers)
     _refuse_twice(optimizers)
-    if not {"reduce", "hosts"}.isdisjoint(options):
-        raise ConfigError("local_steps takes neither reduce nor hosts: every rank reduces its own updates.")
+    if "reduce" in options:
+        raise ConfigError("local_steps takes no reduce: it is updates that it reduces.")
     if scaler is not None:
         options.setdefault("on_nonfinite", "skip")
     if ddp is not None:
         options.setdefault("group", ddp.process_group)
+    device = next(module.parameters(), torch.empty(0)).device
+    options["hosts"] = worker_hosts(options.get("hosts", "auto"), overlap, device)
     usual = update_defaults(algorithm)
     density = usual.density if density is None else density
-    reducer = Reducer(algorithm, density, wire=wire or usual.wire, reduce="updates", hosts=None, **options)
+    reducer = Reducer(algorithm, density, wire=wire or usual.wire, reduce="updates", **options)
     try:
         return LocalSteps(module, optimizers, reducer, every, overlap, scaler, ddp)
     except BaseException:
         reducer.close()
         raise
+
+
+def worker_hosts(wanted: HostsOption, overlap: bool, device: torch.device) -> HostsOption:
+    """Which ranks are one worker. "auto" is heeded where averaging neither waits for a reduction nor for a device."""
+    if overlap and wanted not in ("auto", None, 1):
+        raise ConfigError(
+            f"overlap=True and hosts={wanted!r} do not go together: the ranks of a host average gradients at every "
+            "step, and would wait for the reduction that travels meanwhile. Pass hosts=None, or no overlap."
+        )
+    return None if wanted == "auto" and (overlap or device.type != "cpu") else wanted
 
 
 def _refuse_twice(optimizers: Sequence[Optimizer]) -> None:
@@ -127,6 +145,7 @@ class LocalSteps:
         self.reducer, self._optimizers = reducer, optimizers
         self._interval = interval(every, reducer)
         self._weights = SharedWeights(module, reducer)
+        self._gradients = HostGradients(reducer, self._weights.trained, optimizers)
         self._updates = self._weights.updates
         self._updates.deferred = overlap
         self.step = 0  # optimizer steps so far
@@ -146,6 +165,7 @@ class LocalSteps:
             yield optimizer.register_step_post_hook(self._after_step).remove
         if scaler is not None:
             yield count_skipped_steps(scaler, self._optimizers[-1], lambda: self.step, self._skipped_step)
+            yield self._gradients.before_unscaling(scaler)
         if ddp is not None:
             yield QuietDDP(ddp).end
 
@@ -153,17 +173,47 @@ class LocalSteps:
     def world_size(self) -> int:
         return self.reducer.world_size
 
+    @property
+    def workers(self) -> int:
+        """How many there are that step by themselves: hosts, or ranks where each is alone."""
+        return len(self.reducer.hosts.ranks)
+
     def on_close(self, undo: Callable[[], object]) -> None:
         """Say what else closing must undo; the latest is undone first."""
         self._undo.append(undo)
 
     # -- stepping ------------------------------------------------------------------------------------------------
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def average_gradients(self) -> None:
+        """Average gradients over the ranks of this host now, e.g. to clip their mean; `step` does so otherwise.
+
+        They must be complete. Every rank of the host must call it; where every rank is a worker it does nothing.
+        """
+        for optimizer in self._optimizers:
+            self._gradients.average_(optimizer)
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         self._refuse_while_lent("optimizer.step()")
         self._check_weights()
-        if self.reducer.config.on_nonfinite == "skip":
+        itself, *rest = args
+        closure = rest[0] if rest else kwargs.get("closure")
+        if closure is None:
+            self._gradients.average_(optimizer)
             self._drop_bad_gradients()
+            return None
+        averaging = self._averaging(optimizer, closure)
+        return ((itself, averaging, *rest[1:]), kwargs) if rest else ((itself,), {**kwargs, "closure": averaging})
+
+    def _averaging(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """A closure computes gradients inside the step."""
+
+        def averaged() -> Any:
+            loss = closure()
+            self._gradients.average_again_(optimizer)
+            self._drop_bad_gradients()
+            return loss
+
+        return averaged
 
     def _check_weights(self) -> None:
         """Weights are those that the last step left, and the optimizers train no others."""
@@ -184,6 +234,7 @@ class LocalSteps:
             )
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._gradients.stepped(optimizer)
         if optimizer is self._optimizers[-1]:
             self.step += 1
             self._since += 1
@@ -196,7 +247,9 @@ class LocalSteps:
         self._after_step(self._optimizers[-1], (), {})
 
     def _drop_bad_gradients(self) -> None:
-        """A step on gradients that are not finite would spoil weights and optimizer: this rank sits it out."""
+        """A step on gradients that are not finite would spoil weights and optimizer: this rank may sit it out."""
+        if self.reducer.config.on_nonfinite != "skip":
+            return
         trained = trained_by(self._optimizers)
         grads = [parameter.grad for parameter in trained if parameter.grad is not None]
         dense = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
@@ -228,6 +281,7 @@ class LocalSteps:
         self._synchronisations += 1
         if dense or is_look_due(self._synchronisations):
             self._weights.find_moving()
+        self._gradients.average_buffers_(self._weights.moving)
         terms, step = describe(self._optimizers), max(0, self.step - 1)
         pipeline = self.reducer._pipeline
         given = [(v.own(), Request(step=step, terms=terms, dense=dense or v.dense)) for v in self._weights.vectors]
@@ -335,7 +389,7 @@ class LocalSteps:
 
     # -- state ---------------------------------------------------------------------------------------------------
 
-    def state_dict(self, with_shared: bool = True) -> dict[str, Any]:
+    def state_dict(self, with_shared: bool = True, with_own: bool = True) -> dict[str, Any]:
         """This rank's state, that of its optimizer included: tensors and plain values only."""
         self._settle()
         return {
@@ -344,22 +398,24 @@ class LocalSteps:
             "due": self._due,
             "synchronisations": self._synchronisations,
             "every": self._interval.state_dict(),
-            **self._weights.state_dict(with_shared),
-            "optimizers": [optimizer_state(optimizer) for optimizer in self._optimizers],
+            **self._weights.state_dict(with_shared, with_own),
+            "optimizers": [optimizer_state(optimizer) for optimizer in self._optimizers] if with_own else [],
             "reducer": self.reducer.state_dict(),
         }
 
     def rank_state(self) -> dict[str, Any]:
-        """What the file of this rank holds: the shared weights are in that of rank 0."""
-        return self.state_dict(with_shared=self.reducer.rank == 0)
+        """What the file of this rank holds: the shared weights are in that of rank 0, a host's in that of its first."""
+        return self.state_dict(with_shared=self.reducer.rank == 0, with_own=self.reducer.hosts.local_rank == 0)
 
     def from_rank_states(self, states: RankStates) -> Mapping[str, Any]:
         """This rank's state. In a world of another size what is owed is shared out, and optimizers are averaged."""
         weights = [states.part("weights").part(index) for index in range(len(states.first["weights"]))]
         if states.is_same_world:
-            whole = [{**part.nearest, "shared": part.first["shared"]} for part in weights]
-            return {**states.nearest, "weights": whole, "still": states.first["still"]}
-        optimizers = [states.part("optimizers").part(index) for index in range(len(self._optimizers))]
+            whole = [inherit_same(part) for part in weights]
+            optimizers = states.leading["optimizers"]
+            return {**states.nearest, "weights": whole, "optimizers": optimizers, "still": states.first["still"]}
+        of_hosts = states.of_leaders().part("optimizers")
+        optimizers = [of_hosts.part(index) for index in range(len(self._optimizers))]
         return {
             **states.first,
             "weights": [inherit_weights(part) for part in weights],

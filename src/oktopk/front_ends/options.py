@@ -35,6 +35,7 @@ class LocalOptions(_ReducerOptions, total=False):
     """Options of the reducer that `local_steps` makes, whose wire is an argument."""
 
     group: Any  # as in FrontEndOptions
+    hosts: HostsOption  # how many consecutive ranks are one worker; "auto" finds out, None: each is one
     warmup_steps: int  # dense synchronisations at the beginning, counted in optimizer steps
 
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from oktopk.errors import CheckpointError
+from oktopk.errors import CheckpointError, OkTopkError
 from oktopk.front_ends.broadcast import broadcast_
 from oktopk.front_ends.buffers import StillBuffers
 from oktopk.front_ends.local_state import plain, reduced_from
-from oktopk.front_ends.weights import Weights, weights_of
+from oktopk.front_ends.weights import Weights, flat, weights_of
 from oktopk.reducer import Reducer
 from oktopk.reduction.gradient import Gradient
+from oktopk.reduction.parts import join, parts_of
 from oktopk.reduction.updates import Updates
 
 
@@ -24,8 +25,9 @@ class SharedWeights:
 
     def __init__(self, module: nn.Module, reducer: Reducer) -> None:
         self._module, self._reducer = module, reducer
+        self._parts = parts_of(reducer.hosts.ranks_per_host)  # of each vector, one of which each rank of a host reduces
         self.trained = list(weights_of(module))
-        self._moving: list[Weights] = []  # buffers that are averaged
+        self.moving: list[Weights] = []  # buffers that are averaged
         self._still = StillBuffers(module)
         self._set_aside: dict[int, tuple[Tensor, ...]] = {}  # own weights of 16 bits, while the shared ones are lent
         self.is_lent = False
@@ -39,29 +41,50 @@ class SharedWeights:
 
     @property
     def vectors(self) -> list[Weights]:
-        return [*self.trained, *self._moving]
+        return [*self.trained, *self.moving]
 
     def begin(self) -> None:
         """Everyone's weights and buffers are those of rank 0, frozen ones and whole numbers too; nothing is owed."""
         tensors = [*self._module.parameters(), *self._module.buffers()]
         self._reducer.communicate(lambda transport: broadcast_(tensors, transport))
-        self._moving = []
+        self.moving = []
         self._still.restart()
         self.share_own()
 
     def share_own(self) -> None:
         """Own weights are the shared ones."""
         for vector in self.vectors:
-            self.updates.begin(vector.own())
+            self._begin(vector.own())
+
+    def _begin(self, own: Gradient) -> None:
+        for part in self._split(own):
+            self.updates.begin(part)
+
+    def _split(self, own: Gradient) -> list[Gradient]:
+        return [part.gradient(own) for part in self._parts]
 
     def find_moving(self) -> None:
         """Average buffers that some rank has written, from now on. All ranks look together."""
+        if not self._reducer.hosts.is_flat:
+            self._check_hosts()
         self._share_buffers(self._reducer.communicate(self._still.moved))
+
+    def _check_hosts(self) -> None:
+        """Ranks of a host must have the same weights, or what one tells of its part is not true of the others'."""
+        mine = [sum(_bits(tensor) for vector in self.trained for tensor in vector.tensors) % 2**62]
+        everyone = self._reducer.communicate(lambda transport: transport.agree(mine))
+        for ranks in self._reducer.hosts.ranks:
+            if any(everyone[rank] != everyone[ranks[0]] for rank in ranks):
+                raise OkTopkError(
+                    f"ranks {', '.join(map(str, ranks))} are one host and one worker, and have come to different "
+                    "weights: gradients must be complete when they are averaged (no backward() between "
+                    "average_gradients() and step()), and a step must not depend on the rank. Or pass hosts=None."
+                )
 
     def _share_buffers(self, names: Sequence[str]) -> None:
         for vector, before in self._still.take(names):
-            self.updates.begin(before)
-            self._moving.append(vector)
+            self._begin(before)
+            self.moving.append(vector)
 
     def written(self) -> list[int]:
         """Counts the writes to each parameter that torch sees."""
@@ -72,8 +95,14 @@ class SharedWeights:
         parts: dict[str, Tensor] = {}
         with self._own():
             for vector in self.vectors:
-                parts |= vector.by_name(self.updates.owed(vector.own()))
+                parts |= self._joined(vector, self.updates.owed)
         return parts
+
+    def _joined(self, vector: Weights, of_part: Callable[[Gradient], Tensor]) -> dict[str, Tensor]:
+        """By name, what all parts of a vector have; a copy."""
+        parts = self._split(vector.own())
+        slices = [zip((name for name, _ in part.layout), _split(of_part(part), part), strict=True) for part in parts]
+        return join([{name: piece.clone() for name, piece in pairs} for pairs in slices])
 
     # -- lending -------------------------------------------------------------------------------------------------
 
@@ -101,8 +130,7 @@ class SharedWeights:
 
     def _exchange(self) -> None:
         """Own and shared weights change places, a tensor at a time."""
-        for index, vector in enumerate(self.vectors):
-            own = vector.own()
+        for index, own in enumerate(part for vector in self.vectors for part in self._split(vector.own())):
             shared = self.updates.shared(own.layout)
             if shared.dtype != own.dtype:
                 self._exchange_rounded(index, own, shared)
@@ -123,15 +151,15 @@ class SharedWeights:
 
     # -- state ---------------------------------------------------------------------------------------------------
 
-    def state_dict(self, with_shared: bool) -> dict[str, Any]:
-        """With or without what is the same on every rank."""
+    def state_dict(self, with_shared: bool, with_own: bool = True) -> dict[str, Any]:
+        """With or without what is the same on every rank, and what is on every rank of a host."""
         with self._own():
-            weights = [self._state_of(vector, with_shared) for vector in self.vectors]
+            weights = [self._state_of(vector, with_shared, with_own or vector.dense) for vector in self.vectors]
         return {"weights": weights, "still": self._still.state_dict() if with_shared else {}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._still.load_state_dict(state["still"])
-        self._moving = []
+        self.moving = []
         for saved in state["weights"][len(self.trained) :]:
             self._share_buffers(self._still.known(saved["own"]))
         if len(state["weights"]) != len(self.vectors):
@@ -139,13 +167,14 @@ class SharedWeights:
         for vector, saved in zip(self.vectors, state["weights"], strict=True):
             self._restore(vector, saved)
 
-    def _state_of(self, vector: Weights, with_shared: bool) -> dict[str, Any]:
+    def _state_of(self, vector: Weights, with_shared: bool, with_own: bool) -> dict[str, Any]:
         own = vector.own()
+        is_flat = len(self._parts) == 1  # between ranks of a host nothing is ever under way
         return {
-            "own": vector.by_name(torch.cat(own.pieces)),
-            "owed": vector.by_name(self.updates.owed(own)),
-            "shared": vector.by_name(self.updates.shared(own.layout)) if with_shared else {},
-            "arrived": plain(self.updates.arrived(own.layout)),
+            "own": vector.by_name(torch.cat(own.pieces)) if with_own else {},
+            "owed": self._joined(vector, self.updates.owed) if with_own else {},
+            "shared": self._joined(vector, lambda part: self.updates.shared(part.layout)) if with_shared else {},
+            "arrived": plain(self.updates.arrived(own.layout)) if is_flat else {},
         }
 
     def _restore(self, vector: Weights, saved: Mapping[str, Any]) -> None:
@@ -155,9 +184,18 @@ class SharedWeights:
         names = [name for name, _ in own.layout]
         for name, piece in zip(names, own.pieces, strict=True):
             piece.copy_(saved["own"][name])
-        shared, owed = (torch.cat([saved[part][name] for name in names]) for part in ("shared", "owed"))
-        self.updates.restore(own, shared, owed)
-        self.updates.resume_arrived(own.layout, reduced_from(saved["arrived"], own.numel))
+        shared, owed = (Gradient.of(own.layout, [saved[of][name] for name in names]) for of in ("shared", "owed"))
+        parts = zip(self._split(own), self._split(shared), self._split(owed), strict=True)
+        for part, of_shared, of_owed in parts:
+            self.updates.restore(part, torch.cat(of_shared.pieces), torch.cat(of_owed.pieces))
+        if len(self._parts) == 1:
+            self.updates.resume_arrived(own.layout, reduced_from(saved["arrived"], own.numel))
+
+
+def _bits(tensor: Tensor) -> int:
+    """A sum of its bits, as whole numbers."""
+    widths = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return int(flat(tensor).view(widths[tensor.element_size()]).sum(dtype=torch.int64))
 
 
 def _split(vector: Tensor, like: Gradient) -> tuple[Tensor, ...]:

@@ -37,12 +37,12 @@ class Terms:
     def words(self, room: int = 0) -> list[int]:
         """With `room` words for what is told of the choice."""
         compared = [
-            _digest("\0".join(name for name, _ in self.layout)),
-            _digest(",".join(str(numel) for _, numel in self.layout)),
+            digest("\0".join(name for name, _ in self.layout)),
+            digest(",".join(str(numel) for _, numel in self.layout)),
             FLOATING.index(self.dtype) if self.dtype in FLOATING else -1,
             self.step,
             self.k,
-            _digest(self.configuration),
+            digest(self.configuration),
         ]
         refused = _REFUSED if self.fault is not None else 0
         told = [*self.choice, *[0] * (room - len(self.choice))]
@@ -169,7 +169,8 @@ def _check_finite(everyone: list[list[int]], on_nonfinite: str) -> bool:
     return bool(bad)
 
 
-def _digest(text: str) -> int:
+def digest(text: str) -> int:
+    """One word that tells texts apart."""
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 

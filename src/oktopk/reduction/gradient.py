@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from oktopk.kernels.base import Kernels
-from oktopk.types import SparseVector, Vector
+from oktopk.types import Reduced, SparseVector, Vector
 
 Layout = tuple[tuple[str, int], ...]  # (parameter name, numel) in the order they lie in a flat bucket
 
@@ -90,6 +90,14 @@ class Gradient:
     def own(self, names: frozenset[str]) -> frozenset[str]:
         """What parameters of these names are called in this layout."""
         return names
+
+    def parts(self) -> Sequence[Gradient]:
+        """All of `whole`, as the ranks of a host share it out; `PartialWeights` has several."""
+        return [self]
+
+    def everyones(self, reduced: Reduced) -> Sequence[tuple[Gradient, Reduced]]:
+        """What came of each of `parts`, of which this rank has reduced one."""
+        return [(self, reduced)]
 
     def receive_(self, mean: Vector, kernels: Kernels) -> SparseVector | None:
         """Become the mean over ranks; what rounding took from each entry, if it took anything."""

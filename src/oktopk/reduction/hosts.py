@@ -66,7 +66,7 @@ class Ranks:
 def join_hosts(wanted: HostsOption, world: Transport) -> Ranks:
     """Find out together who shares a host, and connect. Every rank must call this; an error is everyone's."""
     try:
-        hosts = agree_on_hosts(wanted, world)
+        hosts = agree_on_hosts(wanted, world, log)
         if hosts.is_flat:
             return Ranks(hosts, world, world, None)
         assert isinstance(world, Divisible)
@@ -80,8 +80,8 @@ def join_hosts(wanted: HostsOption, world: Transport) -> Ranks:
         raise
 
 
-def agree_on_hosts(wanted: HostsOption, world: Transport) -> Hosts:
-    """The hosts that all ranks want, or an error on all of them."""
+def agree_on_hosts(wanted: HostsOption, world: Transport, told: logging.Logger | None = None) -> Hosts:
+    """The hosts that all ranks want, or an error on all of them. What was found, rank 0 tells the log."""
     answers = _ask_everyone(wanted, world)
     differing = [rank for rank, answer in enumerate(answers) if answer["hosts"] != answers[0]["hosts"]]
     if differing:
@@ -93,7 +93,7 @@ def agree_on_hosts(wanted: HostsOption, world: Transport) -> Hosts:
     machines = [answer["machine"] for answer in answers]
     can_divide = all(answer["divisible"] for answer in answers)
     if wanted == "auto":
-        return _found(machines, world.rank) if can_divide else _flat(world)
+        return _found(machines, world.rank, told if world.rank == 0 else None) if can_divide else _flat(world)
     if wanted is None or wanted == 1:
         return _flat(world)
     if not can_divide:
@@ -121,7 +121,7 @@ def _flat(world: Transport) -> Hosts:
     return Hosts(tuple((rank,) for rank in range(world.world_size)), world.rank)
 
 
-def _found(machines: Sequence[str], rank: int) -> Hosts:
+def _found(machines: Sequence[str], rank: int, told: logging.Logger | None) -> Hosts:
     """By machine, where there are several machines with several ranks each, equally many."""
     hosts = [tuple(r for r, machine in enumerate(machines) if machine == name) for name in dict.fromkeys(machines)]
     sizes = sorted({len(ranks) for ranks in hosts})
@@ -129,16 +129,16 @@ def _found(machines: Sequence[str], rank: int) -> Hosts:
     if len(hosts) == 1 or sizes == [1]:
         return flat
     if len(sizes) > 1:
-        if rank == 0:
-            log.warning(
+        if told is not None:
+            told.warning(
                 "hosts have between %d and %d ranks: every rank reduces for itself. With equally many on each, hosts "
                 "would reduce inside first, and send once for all their ranks.",
                 sizes[0],
                 sizes[-1],
             )
         return flat
-    if rank == 0:
-        log.info("%d hosts of %d ranks: dense inside a host, sparse between hosts.", len(hosts), sizes[0])
+    if told is not None:
+        told.info("%d hosts of %d ranks: dense inside a host, sparse between hosts.", len(hosts), sizes[0])
     return Hosts(tuple(hosts), rank)
 
 

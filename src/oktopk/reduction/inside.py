@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from oktopk.errors import MismatchError
 from oktopk.kernels.base import Kernels
 from oktopk.kernels.staging import to_device, to_host
-from oktopk.reduction.agreement import Terms, refusal
-from oktopk.reduction.gradient import Gradient, rounded
-from oktopk.reduction.parts import Part, merge
+from oktopk.reduction.agreement import Terms, digest, refusal, said_by_all
+from oktopk.reduction.feedback import residual_dtype
+from oktopk.reduction.gradient import Gradient, Layout, rounded
+from oktopk.reduction.outcome import pack_outcome, unpack_outcome
+from oktopk.reduction.parts import merge, parts_of
 from oktopk.transport import MeteredTransport
-from oktopk.types import SparseVector, Vector
+from oktopk.types import Reduced, SparseVector, Vector
 from oktopk.wire import Wire
 
 CHUNK = 1 << 17  # entries that are added up while they are in the second-level cache
@@ -27,8 +30,8 @@ class Inside:
     def __init__(self, transport: MeteredTransport, wire: Wire) -> None:
         """`wire` must not round."""
         self._transport, self._wire = transport, wire
-        self._parts = [Part(index, transport.world_size) for index in range(transport.world_size)]
-        self.part = self._parts[transport.rank]
+        self.parts = parts_of(transport.world_size)
+        self.part = self.parts[transport.rank]
         self.gathered = 0  # how many entries came together last
 
     def is_common(self, words: list[int]) -> bool:
@@ -38,7 +41,7 @@ class Inside:
     def scatter(self, whole: Gradient) -> PartialGradient:
         """This rank's part of the host's gradients, whose layout and dtype must be the same."""
         width = whole.pieces[0].element_size()
-        sizes = [part.numel(whole.layout) * width if part != self.part else 0 for part in self._parts]
+        sizes = [part.numel(whole.layout) * width if part != self.part else 0 for part in self.parts]
         messages, slices = self._transport.room(sizes), self._slices(whole)
         for part, message in zip(slices, messages, strict=True):
             if message.numel():
@@ -49,10 +52,50 @@ class Inside:
 
     def _slices(self, whole: Gradient) -> list[list[Tensor]]:
         """Each rank's slices of a gradient, on the host: one wait for all of them."""
-        slices = [part.slices(whole) for part in self._parts]
+        slices = [part.slices(whole) for part in self.parts]
         if whole.pieces[0].device.type == "cpu":
             return slices
         return [[part] for part in to_host(*(torch.cat(part) for part in slices))]
+
+    # -- weights -------------------------------------------------------------------------------------------------
+
+    def average_(self, whole: Gradient) -> None:
+        """Replace a gradient by its mean over the ranks of this host, the same bits on each. Layouts must be equal."""
+        part = self.scatter(whole)
+        (message,) = self._transport.room([part.numel * whole.pieces[0].element_size()])
+        mean, exact = message.view(whole.dtype), residual_dtype(whole.dtype)
+        total = part.total(mean if exact == whole.dtype else torch.empty(part.numel, dtype=exact))
+        total.div_(self.part.count)
+        if total is not mean:
+            mean.copy_(total)
+        self._gather_dense_(whole, mean)
+
+    def said_by_any(self, layout: Layout, said: Collection[str]) -> frozenset[str]:
+        """Names of a layout, which must be the same on all ranks of this host, that some rank of it says."""
+        names = [name for name, _ in layout]
+        mine = [digest(repr(layout)), digest(repr(sorted(said)))]
+        everyone = self._transport.agree(mine)
+        if any(row[0] != mine[0] for row in everyone):
+            raise MismatchError(
+                "the ranks of a host do not average the same gradients: every rank of it must train the same "
+                "parameters, and step its optimizers in the same order."
+            )
+        if all(row == mine for row in everyone):
+            return frozenset(said)
+        return frozenset(names) - said_by_all(names, frozenset(names) - frozenset(said), self._transport)
+
+    def everyones(self, own: PartialWeights, reduced: Reduced) -> list[tuple[Gradient, Reduced]]:
+        """What each rank of this host has reduced of its part. Good until ranks of the host talk again."""
+        messages = self._transport.all_gather(pack_outcome(reduced, self._transport.room))
+        device, outcomes = own.pieces[0].device, []
+        for index, (part, message) in enumerate(zip(own.parts(), messages, strict=True)):
+            mine = index == self.part.index
+            outcomes.append((part, reduced if mine else unpack_outcome(message, part.numel, device)))
+        means = (outcome.mean for _, outcome in outcomes)
+        self.gathered = sum(mean.nnz if isinstance(mean, SparseVector) else mean.numel() for mean in means)
+        return outcomes
+
+    # -- gradients -----------------------------------------------------------------------------------------------
 
     def nothing_of(self, whole: Gradient) -> PartialGradient:
         """What stands for a gradient of which nothing was scattered."""
@@ -73,10 +116,10 @@ class Inside:
         kernels.fill_(whole.pieces, together)
 
     def _gather_dense_(self, whole: Gradient, mean: Tensor) -> None:
-        sizes = [part.numel(whole.layout) * whole.pieces[0].element_size() for part in self._parts]
+        sizes = [part.numel(whole.layout) * whole.pieces[0].element_size() for part in self.parts]
         (on_host,) = to_host(mean)
         messages = self._transport.all_gather(on_host.to(whole.dtype).view(torch.uint8), sizes)
-        for part, message in zip(self._parts, messages, strict=True):
+        for part, message in zip(self.parts, messages, strict=True):
             slices = part.slices(whole)
             (values,) = to_device(whole.pieces[0].device, message.view(whole.dtype))
             for piece, value in zip(slices, values.split([piece.numel() for piece in slices]), strict=True):
@@ -122,10 +165,15 @@ class PartialGradient(Gradient):
 
     def join_(self, out: Tensor) -> Tensor:
         if not self._total:
-            self._total.append(torch.cat(self.pieces, out=out))
-            for other in self.others:
-                out += other
+            self._total.append(self.total(out))
         return self._total[0]
+
+    def total(self, out: Tensor) -> Tensor:
+        """The sum itself, made in `out`."""
+        torch.cat(self.pieces, out=out)
+        for other in self.others:
+            out += other
+        return out
 
     def add_to(self, out: Tensor, residual: Tensor, kernels: Kernels, k: int) -> float:
         for start in range(0, out.numel(), CHUNK):
@@ -144,6 +192,36 @@ class PartialGradient(Gradient):
         given, lost = rounded(mean.with_values(mean.values / ranks), self.handed.dtype)
         self.inside.gather_(self.handed, given, kernels)
         return None if lost is None else lost.with_values(lost.values * ranks)
+
+
+@dataclass(frozen=True)
+class PartialWeights(Gradient):
+    """One part of weights that all ranks of a host have alike: this rank reduces it, and all of them move by it."""
+
+    handed: Gradient  # what it is a part of
+    inside: Inside
+
+    @property
+    def whole(self) -> Gradient:
+        return self.handed
+
+    @property
+    def is_scattered(self) -> bool:
+        return True
+
+    def own(self, names: frozenset[str]) -> frozenset[str]:
+        return self.inside.part.names(names)
+
+    def parts(self) -> Sequence[Gradient]:
+        return [part.gradient(self.handed) for part in self.inside.parts]
+
+    def everyones(self, reduced: Reduced) -> Sequence[tuple[Gradient, Reduced]]:
+        return self.inside.everyones(self, reduced)
+
+
+def part_of_weights(whole: Gradient, inside: Inside) -> PartialWeights:
+    """This rank's part. Nothing has to move for it."""
+    return PartialWeights(inside.part.layout(whole.layout), tuple(inside.part.slices(whole)), whole, inside)
 
 
 def scattered(whole: Gradient, inside: Inside) -> PartialGradient:

@@ -56,6 +56,10 @@ class Part:
         """Where the slices lie in the memory of a gradient."""
         return [self.of(view) for view in whole.views().values()]
 
+    def gradient(self, whole: Gradient) -> Gradient:
+        """The slices as a gradient, in the same memory."""
+        return Gradient(self.layout(whole.layout), tuple(self.slices(whole)))
+
     def in_whole(self, vector: SparseVector, whole: Layout) -> tuple[list[Tensor], list[Tensor]]:
         """Indices in the whole vector, and values, of a vector over the slices: those of each parameter by itself."""
         starts, shifts = _shifts(self, whole)
@@ -71,6 +75,10 @@ class Part:
     def _length(self, numel: int) -> int:
         low, high = self._bounds(numel)
         return high - low
+
+
+def parts_of(count: int) -> list[Part]:
+    return [Part(index, count) for index in range(count)]
 
 
 @lru_cache(maxsize=256)
@@ -103,7 +111,7 @@ def merge(vectors: Sequence[SparseVector], whole: Layout) -> SparseVector:
 
 def join(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Whole parameters by name, of the slices that each rank of a host has by theirs."""
-    owners = [Part(index, len(parts)) for index in range(len(parts))]
+    owners = parts_of(len(parts))
     names = [owners[0].parameter(name) for name in parts[0]]
     return {
         name: torch.cat([slices[owner.name(name)].flatten() for owner, slices in zip(owners, parts, strict=True)])

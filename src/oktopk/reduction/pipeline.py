@@ -26,7 +26,7 @@ from oktopk.reduction.feedback import Feedback
 from oktopk.reduction.gradient import Gradient, Layout
 from oktopk.reduction.grouping import Grouping
 from oktopk.reduction.hosts import Ranks
-from oktopk.reduction.inside import ENDED, Inside, scattered
+from oktopk.reduction.inside import ENDED, Inside, part_of_weights, scattered
 from oktopk.reduction.records import Plan, Request, StepRecords
 from oktopk.reduction.updates import Updates
 from oktopk.schedule import Schedule
@@ -77,7 +77,7 @@ class Pipeline:
         inside = MeteredTransport(ranks.inside, self.clock) if ranks.inside is not None else None
         # Inside a host bytes cost less than coding them.
         plain = timed(Wire("float32", "block16"), self.clock, _WIRE_PHASES)
-        self._inside = Inside(inside, plain) if inside is not None else None
+        self.inside = Inside(inside, plain) if inside is not None else None
         self.records = StepRecords(self.transport, inside, self.clock, sink)
         self.feedback = self._feedback(kernels)
         self.grouping = Grouping()
@@ -120,13 +120,22 @@ class Pipeline:
 
     def end_together(self, error: Exception) -> None:
         """Take part in the next reduction of the others by saying that this rank ends, and why."""
-        if self._inside is not None:
-            self._inside.is_common(ENDED)
+        if self.inside is not None and isinstance(self.feedback, Updates):
+            raise error  # where its neighbours wait, no other hosts do: who fails is told by itself
+        if self.inside is not None:
+            self.inside.is_common(ENDED)
         end_together(error, self.transport, self._room)
+
+    def _share_of(self, whole: Gradient) -> Gradient:
+        """What this rank reduces of it: all, or the part that it has among the ranks of its host."""
+        if self.inside is None:
+            return whole
+        split = part_of_weights if isinstance(self.feedback, Updates) else scattered
+        return split(whole, self.inside)
 
     def _reduce_group_(self, whole: Gradient, request: Request) -> None:
         self.records.restart()
-        gradient = whole if self._inside is None else scattered(whole, self._inside)
+        gradient = self._share_of(whole)
         plan = self._plan(gradient, request)
         terms, choice, seconds = self._prepare(plan)
         agreed = self._agree(terms)
@@ -157,7 +166,7 @@ class Pipeline:
             acc = self.feedback.compensate(gradient, plan.wanted, plan.with_feedback)
             reduced = self._reduce(acc, plan, choice)
             self.feedback.retain(gradient, reduced, plan.with_feedback)
-        return reduced.stats if self._inside is None else replace(reduced.stats, selected_global=self._inside.gathered)
+        return reduced.stats if self.inside is None else replace(reduced.stats, selected_global=self.inside.gathered)
 
     def _reduce(self, acc: Source, plan: Plan, choice: Choice | None) -> Reduced:
         if plan.is_sparse and not plan.gradient.numel:  # a part of something small
@@ -284,9 +293,9 @@ class Pipeline:
     def residuals(self) -> dict[str, Tensor]:
         """A flat copy of what this rank owes, by parameter: zeros where another rank of its host owes it."""
         owed = self.feedback.state_dict()
-        if self._inside is None:
+        if self.inside is None:
             return owed
-        part, sizes = self._inside.part, dict(pair for group in self.grouping.current for pair in group)
+        part, sizes = self.inside.part, dict(pair for group in self.grouping.current for pair in group)
         return {part.parameter(name): part.spread(r, sizes[part.parameter(name)]) for name, r in owed.items()}
 
     def state_dict(self) -> dict[str, Any]:

@@ -55,12 +55,12 @@ class StepRecords:
 
     def restart(self) -> None:
         self._transport.tally.restart()
-        self._inside.restart()
         self._clock.restart()
 
     def take(self, plan: Plan, stats: Stats, residual_norm: float, skipped: bool) -> None:
         """Make the record of a reduction and hand it on."""
         record = self._record(plan, stats, residual_norm, skipped)
+        self._inside.restart()  # not before: ranks of a host may have averaged gradients since the last reduction
         others = [r for r in self._latest if r.step == record.step and r.bucket != record.bucket]
         self._latest = [*others, record]
         self._hand_on(record)

@@ -75,6 +75,7 @@ class Updates:
         if not self.is_finite(own, k):
             weights.energy, weights.source = inf, weights.shared  # it is going to be refused
             return
+        self._follow(own)
         source = self._source(own, weights)
         if k and isinstance(source, Difference):
             ask_ahead(source, k)
@@ -105,6 +106,8 @@ class Updates:
         """What was changed and not sent yet. Only entries are chosen from it if k is not 0."""
         weights = self._of(own)
         if not self.deferred or weights.source is None:
+            for part in own.parts():
+                self._follow(part)
             weights.source = self._source(own, weights)
         if k:
             return weights.source
@@ -113,14 +116,15 @@ class Updates:
         return dense.clone() if self.deferred else dense  # an algorithm that sends everything may overwrite it
 
     def retain(self, own: Gradient, reduced: Reduced, with_feedback: bool) -> None:
-        """Move the shared weights by the mean; what was not sent stays owed."""
-        weights = self._of(own)
-        weights.arrived = reduced
-        if not self.deferred:
-            self.apply(own)
-        elif reduced.sent is None:
-            assert isinstance(weights.source, Tensor)
-            weights.arrived = Reduced(reduced.mean, weights.source, reduced.stats)
+        """Move the shared weights by the mean, of all parts that ranks of a host have; what was not sent stays owed."""
+        for part, outcome in own.everyones(reduced):
+            weights = self._of(part)
+            weights.arrived = outcome
+            if not self.deferred:
+                self.apply(part)
+            elif outcome.sent is None:
+                assert isinstance(weights.source, Tensor)
+                weights.arrived = Reduced(outcome.mean, weights.source, outcome.stats)
 
     def apply(self, own: Gradient) -> None:
         """Do what `retain` put off, if it did."""
@@ -138,6 +142,10 @@ class Updates:
 
     def reject_(self, own: Gradient) -> None:
         """A step was bad on some rank: one whose weights are not finite takes them back."""
+        for part in own.parts():
+            self._take_back_(part)
+
+    def _take_back_(self, own: Gradient) -> None:
         weights = self._of(own)
         weights.source = None
         if weights.is_rounded:
@@ -233,11 +241,17 @@ class Updates:
     def _source(self, own: Gradient, weights: _Weights) -> Source:
         if weights.owed is None:
             return self._difference(own, weights)
+        weights.energy = sum_of_squares(weights.owed)
+        return weights.owed.clone() if self.deferred else weights.owed
+
+    def _follow(self, own: Gradient) -> None:
+        """Bring what 16-bit weights owe up to date; ranks of a host do so for all parts, to have the same bits."""
+        weights = self._of(own)
+        if weights.owed is None:
+            return
         weights.owed += self._change(own, weights)
         for before, piece in zip(weights.before, own.pieces, strict=True):
             before.copy_(piece)
-        weights.energy = sum_of_squares(weights.owed)
-        return weights.owed.clone() if self.deferred else weights.owed
 
     def _change(self, own: Gradient, weights: _Weights) -> Tensor:
         dtype = weights.shared.dtype

@@ -35,7 +35,7 @@ class TrainConfig:
     density: float | None = None  # fraction of the gradient each worker sends; smaller = less traffic, later updates
     density_schedule: Mapping[int, float] = field(default_factory=dict)  # {step: density from that step on}; from 0
     warmup_steps: int | None = None  # dense steps before sparse ones
-    reduce: Literal["gradients", "updates"] | None = None  # updates: each worker steps by itself, changes are summed
+    reduce: Literal["gradients", "updates"] | None = None  # updates: workers (or hosts) step, changes are summed
     every: int | Literal["auto"] = 1  # steps between synchronisations of updates; auto: a tenth of the time
     wire: str | None = None  # float32, float16, bfloat16, int8, int4, codebook2; None: float32, for updates narrower
     hosts: int | Literal["auto"] = "auto"  # workers of a host, which sum densely first; auto: find out; 1: none do
@@ -113,10 +113,6 @@ class TrainConfig:
             if self.every != 1:
                 raise ConfigError(f"every is for --reduce updates, got {self.every}: gradients travel at every step.")
             return
-        if self.hosts not in ("auto", 1):
-            raise ConfigError(
-                f"--hosts {self.hosts} sums gradients inside a host, and with --reduce updates none travel."
-            )
         for name in ("momentum_correction", "factor_masking", "fold_learning_rate", "norm_clip_after", "analyze_every"):
             if getattr(self, name):
                 flag = name.replace("_", "-")
@@ -127,30 +123,35 @@ class TrainConfig:
         """With float16 gradients overflow now and then: that tells the scaler to scale less."""
         return "skip" if self.precision == "float16" else self.on_nonfinite
 
-    def recipe(self, base: Recipe, world_size: int = 1) -> Recipe:
-        """The preset's recipe with what the user said in its place.
+    def recipe(self, base: Recipe, steppers: int = 1) -> Recipe:
+        """The preset's recipe with what the user said in its place, where so many step by themselves.
 
         In a run of fewer epochs the dense warm-up is shorter too: it would else be all there is.
         """
         reduce = self.reduce or base.reduce
         self._check_reduce(reduce)
         if reduce == "updates":
-            base = self._for_updates(base, world_size)
+            base = self._for_updates(base, steppers)
         said = {f.name: getattr(self, f.name) for f in fields(Recipe) if getattr(self, f.name) is not None}
         if said.get("norm_clip") == 0:
             said["norm_clip"] = None
         epochs = min(said.get("epochs", base.epochs), base.epochs)
         return replace(base, **{"warmup_steps": base.warmup_steps * epochs // max(1, base.epochs)} | said)
 
-    def _for_updates(self, base: Recipe, world_size: int) -> Recipe:
+    def _for_updates(self, base: Recipe, steppers: int) -> Recipe:
         """Updates need no dense steps; and under AdamW they want a rate that is larger by the root of the number of
-        ranks, whose gradients are noisier than their mean."""
+        ranks or hosts that step by themselves: their gradients are noisier than the mean of all."""
         algorithm = self.algorithm or UPDATES_ALGORITHM
         usual = update_defaults(algorithm)
-        rate = base.lr * world_size**0.5 if (self.optimizer or base.optimizer) == "adamw" else base.lr
+        rate = base.lr * steppers**0.5 if (self.optimizer or base.optimizer) == "adamw" else base.lr
         return replace(
             base, algorithm=algorithm, density=usual.density, wire=usual.wire, warmup_steps=0, lr=rate
         )  # fmt: skip
+
+    @property
+    def steppers(self) -> int:
+        """How many step by themselves if all workers are on this machine."""
+        return self.workers // self.hosts if self.hosts != "auto" else self.workers
 
     def density_over_time(self, recipe: Recipe) -> Density:
         return dict(self.density_schedule) if self.density_schedule else recipe.density

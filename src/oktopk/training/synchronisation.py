@@ -164,7 +164,7 @@ class ReduceGradients(_Stepping):
 
 
 class ReduceUpdates(_Stepping):
-    """Every rank takes its own steps on its own gradients, and the change of weights is reduced."""
+    """Every rank, or host, takes its own steps on its own gradients, and the change of weights is reduced."""
 
     sends_every_step = False  # not between synchronisations
 
@@ -187,6 +187,7 @@ class ReduceUpdates(_Stepping):
             config.every,
             algorithm=recipe.algorithm,
             scaler=scaler,
+            hosts=config.hosts,
             warmup_steps=recipe.warmup_steps,
             metrics=sink,
             min_numel=config.min_numel,
@@ -200,7 +201,8 @@ class ReduceUpdates(_Stepping):
         return nullcontext()  # gradients stay where they are
 
     def synchronize(self) -> None:
-        """Gradients are this rank's own, and so is their limit."""
+        """Gradients are this rank's own, or the mean of its host's, and so is their limit."""
+        self._handle.average_gradients()
         if self._norm_clip:
             if self.scaler is not None:
                 self.scaler.unscale_(self._optimizer)

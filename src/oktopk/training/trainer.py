@@ -16,6 +16,7 @@ from torch import Tensor
 
 from oktopk.errors import ConfigError, DataError
 from oktopk.front_ends.clipping import NormClip
+from oktopk.front_ends.local_steps import worker_hosts
 from oktopk.training.algorithms import has_sparse_steps
 from oktopk.training.analysis import Analyzer
 from oktopk.training.checkpoint import Checkpoints, Position, find_checkpoint
@@ -83,8 +84,8 @@ class Trainer:
 
     def __init__(self, config: TrainConfig, workload: Workload, world: World, observer: Observer) -> None:
         self.config, self.workload, self.world, self.observer = config, workload, world, observer
-        self.recipe = config.recipe(workload.recipe, world.world_size)
         self.place = world.together(lambda: find_place(config.device, world.local_rank, config.precision))
+        self.recipe = config.recipe(workload.recipe, self._steppers(config.reduce or workload.recipe.reduce))
         self.model = workload.model().to(self.place.device)
         self.batches_per_epoch = world.together(lambda: workload.steps_per_epoch(world.world_size))
         self.steps_per_epoch = -(-self.batches_per_epoch // config.accumulate)
@@ -100,6 +101,12 @@ class Trainer:
         seed_rank(config.seed, world.rank)
         self.at = Position()
         self.stopped_by: str | None = None
+
+    def _steppers(self, reduce: str) -> int:
+        """How many step by themselves: workers, or hosts of them."""
+        if reduce != "updates":
+            return self.world.world_size
+        return self.world.count_hosts(worker_hosts(self.config.hosts, False, self.place.device))
 
     def run(self, interrupts: Interrupts) -> Summary:
         """Train to the end, or to the next checkpoint after a signal."""

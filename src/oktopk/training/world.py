@@ -16,6 +16,7 @@ from torch.distributed import DistError
 
 from oktopk.errors import CommunicationError, PeerError
 from oktopk.front_ends.world import init_process_group
+from oktopk.reduction.hosts import HostsOption, agree_on_hosts
 from oktopk.training.environment import TORCHRUN, RankInfo, find_rank
 from oktopk.transport.base import Fault, Transport
 from oktopk.transport.sharing import attempt, explain, raise_any, share, share_error
@@ -82,6 +83,11 @@ class World:
             result, error = attempt(action)
         self.fail_together(error)
         return result  # type: ignore[return-value]
+
+    def count_hosts(self, wanted: HostsOption) -> int:
+        """How many hosts there are, if ranks are asked for such; every rank by itself is one."""
+        with self._naming_peers():
+            return len(agree_on_hosts(wanted, self._transport).ranks)
 
     def abort(self, error: Exception, step: int) -> None:
         """Leave at once: whoever comes to meet this rank reads why it is not there."""
