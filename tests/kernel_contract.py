@@ -385,6 +385,24 @@ class SparseContract(Contract):
 
         check()
 
+    def test_the_largest_of_a_sparse_vector_agree_with_the_specification(self, kernels: Kernels) -> None:
+        @settings(max_examples=self.examples(100), deadline=None)
+        @given(
+            numel=st.sampled_from([1, 50, 400, 2**33]),
+            seed=st.integers(0, 2**20),
+            dtype=st.sampled_from([torch.float32, torch.float64]),
+            k=st.integers(0, 200),
+            zeros=st.booleans(),
+        )
+        def check(numel: int, seed: int, dtype: torch.dtype, k: int, zeros: bool) -> None:
+            (vector,) = pieces(1, numel, seed, dtype)
+            vector = vector.with_values(vector.values.round() if zeros else vector.values)
+            (kept, smallest), (expected, threshold) = kernels.largest(vector, k), SPEC.largest(vector, k)
+            assert_same(kept, expected)
+            assert smallest == threshold
+
+        check()
+
     def test_lists_that_do_not_ascend_are_refused_and_do_no_harm(self, kernels: Kernels) -> None:
         good = pieces(3, 40_000, 1)
         for indices in ([5, 5], [700, 3], [-4, 9]):

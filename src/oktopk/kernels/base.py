@@ -83,6 +83,10 @@ class Kernels(Protocol):
         """
         ...
 
+    def largest(self, vector: SparseVector, k: int) -> tuple[SparseVector, float]:
+        """As `select_topk`, of the entries of a sparse vector."""
+        ...
+
     def retain_(self, residual: Tensor, sent: SparseVector) -> float:
         """residual[sent.indices] -= sent.values; by how much the sum of squares of residual changed."""
         ...

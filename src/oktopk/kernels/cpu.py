@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
@@ -35,6 +37,7 @@ CHUNK = 1 << 17  # entries of a float16 or bfloat16 gradient converted at a time
 _BITS = {2: (torch.int16, np.uint16), 4: (torch.int32, np.uint32), 8: (torch.int64, np.uint64)}
 _NEVER = np.uint64(2**64 - 1)  # a key that none reaches
 _FLOATS = (torch.float32, torch.float64)  # what the loops calculate in
+_FLOAT32, _UINT32 = struct.Struct("=f"), struct.Struct("=I")
 
 
 class CpuKernels(ReferenceKernels):
@@ -46,7 +49,7 @@ class CpuKernels(ReferenceKernels):
     name = "cpu"
 
     def __init__(self) -> None:
-        self._buffers: dict[str, np.ndarray] = {}
+        self._buffers: dict[tuple[str, np.dtype], np.ndarray] = {}  # by use and dtype
         self._counters = np.zeros(1 << DIGIT, np.int64)
         self._candidates: _Candidates | None = None
         self._team = Team()
@@ -158,6 +161,14 @@ class CpuKernels(ReferenceKernels):
         sure, low = _key(threshold, torch.float32), _key(lower, torch.float32)
         count = sparse.keep_at_least(_numpy(vector.indices), _bits(vector.values), sure, low, ties, kept, bits)
         return _vector(vector, kept[:count], bits[:count])
+
+    def largest(self, vector: SparseVector, k: int) -> tuple[SparseVector, float]:
+        require_same_size(vector.indices, vector.values)
+        bits, (kept, values) = _bits(vector.values), self._room_for(vector)
+        count, kth = loops.keep_largest(_numpy(vector.indices), bits, bits.size, k, self._counters, kept, values)
+        if kth == 0:  # zeros among them, which are not to be chosen
+            return super().largest(vector, k)
+        return _vector(vector, kept[:count], values[:count]), _magnitude_of(int(kth), vector.values.dtype)
 
     def retain_(self, residual: Tensor, sent: SparseVector) -> float:
         if residual.dtype not in _FLOATS or not residual.is_contiguous():
@@ -300,7 +311,7 @@ class CpuKernels(ReferenceKernels):
 
     def _buffer(self, use: str, dtype: Any, size: int, keep: int = 0) -> np.ndarray:
         """A buffer that lives as long as these kernels: fresh pages cost more than the work on them. Zero when new."""
-        name = f"{use} {np.dtype(dtype).name}"
+        name = (use, np.dtype(dtype))
         old = self._buffers.get(name)
         if old is None or old.size < size:
             self._buffers[name] = np.zeros(size, dtype)
@@ -492,9 +503,15 @@ def _vector(source: Source | SparseVector, indices: np.ndarray, bits: np.ndarray
 
 def _key(threshold: float, dtype: torch.dtype) -> np.uint64:
     """The smallest key whose magnitude reaches `threshold`, which is rounded to `dtype` first; never that of zero."""
-    rounded = torch.tensor([threshold], dtype=dtype)
-    return np.uint64(1) if bool(rounded[0] <= 0) else np.uint64(_bits(rounded)[0])
+    if dtype != torch.float32:
+        rounded = torch.tensor([threshold], dtype=dtype)
+        return np.uint64(1) if bool(rounded[0] <= 0) else np.uint64(_bits(rounded)[0])
+    number = ctypes.c_float(threshold)  # as C rounds, past the largest to infinity, in a tenth of a tensor's time
+    return np.uint64(1) if number.value <= 0 else np.uint64(_UINT32.unpack(number)[0])
 
 
 def _magnitude_of(key: int, dtype: torch.dtype) -> float:
-    return float(torch.tensor([key], dtype=_BITS[dtype.itemsize][0]).view(dtype)[0])
+    if dtype != torch.float32:
+        return float(torch.tensor([key], dtype=_BITS[dtype.itemsize][0]).view(dtype)[0])
+    number: float = _FLOAT32.unpack(_UINT32.pack(key))[0]
+    return number

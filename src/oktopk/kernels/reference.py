@@ -80,6 +80,10 @@ class ReferenceKernels:
         reached[tied[:ties]] = True
         return vector.at(reached.nonzero().flatten())
 
+    def largest(self, vector: SparseVector, k: int) -> tuple[SparseVector, float]:
+        chosen, smallest = self.select_topk(vector.values, k)
+        return vector.at(chosen.indices.long()), smallest
+
     def retain_(self, residual: Tensor, sent: SparseVector) -> float:
         touched = sent.indices.long().unique()
         before = residual[touched].double().square().sum()

@@ -31,6 +31,9 @@ class SparseOnHost:
     def above(self, vector: SparseVector, threshold: float, lower: float = 0.0, ties: int = 0) -> SparseVector:
         return self._host.above(vector, threshold, lower, ties)
 
+    def largest(self, vector: SparseVector, k: int) -> tuple[SparseVector, float]:
+        return self._host.largest(vector, k)
+
 
 class StagedKernels(SparseOnHost):
     """Plain torch on a device; what is chosen comes to the host.

@@ -202,9 +202,7 @@ def nothing_told(region: SparseVector, bounds: Sequence[int], tools: Tools) -> T
 
 
 def _largest_of(vector: SparseVector, most: int, kernels: Kernels) -> SparseVector:
-    if vector.nnz <= most:
-        return vector
-    return vector.at(kernels.select_topk(vector.values, most)[0].indices.long())
+    return vector if vector.nnz <= most else kernels.largest(vector, most)[0]
 
 
 def both(first: Gathered, second: Gathered, tools: Tools) -> Gathered:
@@ -217,11 +215,10 @@ def both(first: Gathered, second: Gathered, tools: Tools) -> Gathered:
 def cut(gathered: Gathered, k: int, kernels: Kernels) -> tuple[Gathered, float]:
     """Drop all but the k largest entries, if there are clearly more; and the smallest magnitude of k that are there."""
     total, lost, sizes = gathered
-    largest, smallest = kernels.select_topk(total.values, k)
+    largest, smallest = kernels.largest(total, k)
     if total.nnz <= k + slack(k):
         return gathered, smallest
-    total = total.at(largest.indices.long())
-    return Gathered(total, kernels.common(lost, total.indices), sizes), smallest
+    return Gathered(largest, kernels.common(lost, largest.indices), sizes), smallest
 
 
 def _joined(
@@ -231,7 +228,9 @@ def _joined(
         block.with_values(packed.values) if rank == tools.rank else tools.wire.unpack(message)
         for rank, message in enumerate(messages)
     ]
-    lost = SparseVector(block.indices + bounds[tools.rank], block.values - packed.values, bounds[-1])
+    lost = SparseVector.empty(bounds[-1], block.values)
+    if packed.values is not block.values:  # what loses nothing comes back as it is
+        lost = SparseVector(block.indices + bounds[tools.rank], block.values - packed.values, bounds[-1])
     return Gathered(join(blocks, bounds), lost, [part.nnz for part in blocks])
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -11,6 +14,8 @@ import torch
 from torch import Tensor
 
 from oktopk.types import SparseVector, index_dtype
+
+_FLOAT, _BITS = struct.Struct("<d"), struct.Struct("<q")
 
 
 def equal_bounds(numel: int, world_size: int) -> list[int]:
@@ -32,25 +37,28 @@ class Choices:
 
     counts: list[int]
     level: float  # the sum of their thresholds
-    places: Tensor  # int64, [ranks, marks]: quantiles of each choice
+    places: np.ndarray  # int64, [ranks * marks], ascending: quantiles of all choices
+    weights: np.ndarray  # float64: how many chosen entries each place stands for
 
     @classmethod
     def of(cls, told: Sequence[Sequence[int]]) -> Choices:
-        rows = torch.tensor(told, dtype=torch.int64)
-        thresholds = rows[:, 1].contiguous().view(torch.float64).tolist()
-        return cls(rows[:, 0].tolist(), sum(thresholds), rows[:, 2:])
+        # numpy, not torch: these are a few numbers, and in small vectors a call costs more than what it computes.
+        rows = np.array(told, np.int64)
+        counts, places = rows[:, 0], rows[:, 2:]
+        thresholds = np.ascontiguousarray(rows[:, 1]).view(np.float64).tolist()
+        order = places.ravel().argsort(kind="stable")
+        weights = (counts / places.shape[1]).repeat(places.shape[1])
+        return cls(counts.tolist(), sum(thresholds), places.ravel()[order], weights[order])
 
-    def spread(self) -> tuple[Tensor, Tensor]:
-        """All places in ascending order, and how many chosen entries each stands for."""
-        marks = self.places.shape[1]
-        places, order = self.places.flatten().sort(stable=True)
-        return places, (torch.tensor(self.counts, dtype=torch.float64) / marks).repeat_interleave(marks)[order]
+    @cached_property
+    def below(self) -> np.ndarray:
+        """How many entries lie below each place: its own weight spreads evenly around it."""
+        return self.weights.cumsum() - self.weights / 2
 
 
 def tell(chosen: SparseVector, threshold: float, world_size: int) -> list[int]:
     """What a rank says of its choice, in `told_words` words."""
-    bits = torch.tensor([threshold], dtype=torch.float64).view(torch.int64)
-    return [chosen.nnz, int(bits), *quantiles(chosen.indices, _marks(world_size))]
+    return [chosen.nnz, _BITS.unpack(_FLOAT.pack(threshold))[0], *quantiles(chosen.indices, _marks(world_size))]
 
 
 def told_words(world_size: int) -> int:
@@ -66,28 +74,29 @@ def balanced_regions(choices: Choices, numel: int) -> Regions:
     world_size = len(choices.counts)
     if sum(choices.counts) == 0:
         return Regions(equal_bounds(numel, world_size), choices.counts)
-    return kept_regions([0, *_cut_evenly(*choices.spread(), world_size), numel], choices)
+    return kept_regions([0, *_cut_evenly(choices, world_size), numel], choices)
 
 
 def kept_regions(bounds: list[int], choices: Choices) -> Regions:
     """Regions with these borders, and how evenly they divide what was chosen."""
-    places, weights = choices.spread()
     total = sum(choices.counts)
     if total == 0:
         return Regions(bounds, choices.counts)
-    below = np.interp(bounds[1:-1], places.numpy(), (weights.cumsum(0) - weights / 2).numpy())
-    loads = np.diff([0.0, *below, total])
-    return Regions(bounds, choices.counts, float(loads.max()) * (len(bounds) - 1) / total)
+    below = [0.0, *np.interp(bounds[1:-1], choices.places, choices.below).tolist(), total]
+    busiest = max(high - low for low, high in pairwise(below))
+    return Regions(bounds, choices.counts, busiest * (len(bounds) - 1) / total)
 
 
-def _cut_evenly(places: Tensor, weights: Tensor, parts: int) -> list[int]:
-    """Borders between weighted places. Each weight spreads evenly around its place, so borders lie in between."""
-    below = weights.cumsum(0) - weights / 2
-    shares = (below[-1] + weights[-1] / 2) * torch.arange(1, parts) / parts
-    right = torch.searchsorted(below, shares).clamp(1, max(1, places.numel() - 1))
-    low, high = places[right - 1], places[right.clamp(max=places.numel() - 1)]
-    way = (shares - below[right - 1]) / (below[right.clamp(max=places.numel() - 1)] - below[right - 1]).clamp(min=1e-9)
-    return [int(border) for border in (low + ((high - low) * way.clamp(0, 1)).ceil().long())]
+def _cut_evenly(choices: Choices, parts: int) -> list[int]:
+    """Borders between weighted places."""
+    places, below = choices.places, choices.below
+    shares = (below[-1] + choices.weights[-1] / 2) * np.arange(1, parts) / parts
+    right = np.clip(below.searchsorted(shares), 1, max(1, places.size - 1))
+    left, right = right - 1, np.minimum(right, places.size - 1)
+    low, high = places[left], places[right]
+    way = (shares - below[left]) / np.maximum(below[right] - below[left], 1e-9)
+    borders = low + np.ceil((high - low) * np.clip(way, 0, 1)).astype(np.int64)
+    return [int(border) for border in borders]
 
 
 def _marks(world_size: int) -> int:
@@ -99,8 +108,8 @@ def quantiles(indices: Tensor, marks: int) -> list[int]:
     """Indices that cut an ascending list into equally many; zeros if it is empty."""
     if indices.numel() == 0:
         return [0] * marks
-    middles = torch.tensor([indices.numel() * (2 * mark + 1) // (2 * marks) for mark in range(marks)])
-    return [int(place) for place in indices[middles].tolist()]
+    middles = indices.numel() * (2 * np.arange(marks) + 1) // (2 * marks)
+    return [int(place) for place in indices.numpy()[middles].tolist()]
 
 
 def split(vector: SparseVector, bounds: Sequence[int]) -> list[SparseVector]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import lru_cache, reduce
 from hashlib import blake2b
 
 import torch
@@ -37,8 +37,7 @@ class Terms:
     def words(self, room: int = 0) -> list[int]:
         """With `room` words for what is told of the choice."""
         compared = [
-            digest("\0".join(name for name, _ in self.layout)),
-            digest(",".join(str(numel) for _, numel in self.layout)),
+            *_digests(self.layout),
             FLOATING.index(self.dtype) if self.dtype in FLOATING else -1,
             self.step,
             self.k,
@@ -169,6 +168,13 @@ def _check_finite(everyone: list[list[int]], on_nonfinite: str) -> bool:
     return bool(bad)
 
 
+@lru_cache(maxsize=1024)  # as many layouts: the same buckets come again in every step
+def _digests(layout: Layout) -> tuple[int, int]:
+    """Of its names and of its sizes."""
+    return digest("\0".join(name for name, _ in layout)), digest(",".join(str(numel) for _, numel in layout))
+
+
+@lru_cache(maxsize=64)
 def digest(text: str) -> int:
     """One word that tells texts apart."""
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)

@@ -87,7 +87,8 @@ class LinkTransport:
         if self.world_size == 1:
             return [mine.tolist()]
         answers = self._link.all_to_all(mine.repeat(self.world_size))
-        return [row.tolist() for row in answers.view(self.world_size, -1)]
+        rows: list[list[int]] = answers.view(self.world_size, -1).tolist()
+        return rows
 
     def close(self) -> None:
         self._link.leave()
