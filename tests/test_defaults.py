@@ -11,8 +11,10 @@ from torch import nn
 
 import oktopk
 from inputs import gradient
+from oktopk.errors import CheckpointError, ConfigError
 from oktopk.front_ends import defaults
-from oktopk.front_ends.defaults import LARGE, Crowd, crowded, default_fuse, default_wire
+from oktopk.front_ends.defaults import LARGE, Crowd, crowded, default_algorithm, default_fuse, default_wire
+from oktopk.reduction import autotune
 from oktopk.reduction.autotune import wire_trials
 from oktopk.transport import run_world
 from worlds import run_processes
@@ -54,12 +56,18 @@ def test_a_wire_is_looked_for_only_where_it_can_matter() -> None:
     assert default_wire("dense", _parameters(LARGE)) == "float32"
 
 
-def test_the_wire_is_found_within_twenty_steps_loses_nothing_and_is_kept_in_the_state() -> None:
+@pytest.mark.parametrize("rival", ["", "topka"])
+def test_the_wire_is_found_within_twenty_steps_loses_nothing_and_is_kept_in_the_state(
+    rival: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     numel, steps = 20_000, wire_trials() + 1
     assert steps <= 20
+    if rival:  # and wins: the last of all that were tried
+        monkeypatch.setattr(autotune, "_fastest", lambda slowest, _: list(slowest)[-1])
 
     def work(transport: Any) -> tuple[Any, ...]:
         with oktopk.Reducer("oktopk", 0.02, group=transport, wire="auto") as reducer:
+            reducer._pipeline.tuner.rival = rival  # type: ignore[union-attr]
             given, got = torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.float64)
             for step in range(steps):
                 grad = gradient("layers", numel, transport.rank, step)
@@ -74,8 +82,10 @@ def test_the_wire_is_found_within_twenty_steps_loses_nothing_and_is_kept_in_the_
 
     ranks = run_world(3, work)
     given, owed = sum(rank[0] for rank in ranks), sum(rank[2] for rank in ranks)
-    assert (given - 3 * ranks[0][1] - owed).abs().max() <= 1e-5 * given.abs().max()  # 13 steps of float32 sums
+    assert (given - 3 * ranks[0][1] - owed).abs().max() <= 1e-5 * given.abs().max()  # 17 steps of float32 sums
     assert len({rank[3] for rank in ranks}) == 1 and ranks[0][3].is_sparse
+    assert ranks[0][3].algorithm == rival
+    assert all(torch.equal(rank[1], ranks[0][1]) for rank in ranks)
 
 
 def test_a_state_without_decisions_can_be_continued_with_a_wire_that_is_looked_for() -> None:
@@ -99,6 +109,39 @@ class _Lines(logging.Handler):
         self.texts.append(record.getMessage())
 
 
+@pytest.mark.parametrize(
+    ("numel", "ranks", "chosen"),
+    [(100_000, 8, "topka"), (1_000_000, 4, "topka"), (3_000_000, 8, "oktopk"), (10_000_000, 2, "oktopk"),
+     (100_000, 1, "oktopk"), (3_000_000, 2, "topka")],
+)  # fmt: skip
+def test_a_round_less_is_chosen_where_few_entries_travel(numel: int, ranks: int, chosen: str) -> None:
+    assert default_algorithm(numel, ranks, 0.01)[0] == chosen
+    assert default_algorithm(numel, ranks, {0: 1.0, 100: 0.01})[0] == chosen  # what most steps have
+
+
+def test_an_option_of_oktopk_asks_for_oktopk() -> None:
+    assert default_algorithm(1000, 2, 0.01, ["wire", "min_numel"])[0] == "topka"
+    assert default_algorithm(1000, 2, 0.01, ["balance_factor"])[0] == "oktopk"
+    with pytest.raises(ConfigError, match="density must be"):
+        default_algorithm(1000, 2, 2.0)
+
+
+def test_a_state_goes_on_with_the_algorithm_that_saved_it_where_none_was_asked_for() -> None:
+    def work(transport: Any) -> None:
+        first, second, third = (oktopk.Reducer(name, 0.1, group=transport) for name in ("oktopk", "topka", "topka"))
+        first.reduce("w", gradient("normal", 2000, transport.rank, 0))
+        second._pipeline.is_algorithm_fixed = False  # as `register` says
+        second.load_state_dict(first.state_dict())
+        assert second.algorithm == "oktopk"
+        grad = gradient("normal", 2000, transport.rank, 1)
+        assert torch.equal(second.reduce("w", grad), first.reduce("w", grad))
+        assert second.residuals()["w"].equal(first.residuals()["w"])
+        with pytest.raises(CheckpointError, match="algorithm"):
+            third.load_state_dict(first.state_dict())
+
+    run_world(2, work)
+
+
 def _one_line(options: dict[str, Any]) -> tuple[list[str], str, int]:
     """What rank 0 logs, how values travel, and how many vectors a step has."""
     torch.manual_seed(0)
@@ -120,6 +163,7 @@ def test_the_one_line_says_in_one_line_what_it_chose_and_why() -> None:
     (lines, wire, vectors), (silent, *_) = run_processes(2, _crowded_one_line, {})
     assert wire == "auto" and vectors == 1
     assert len(lines) == 1 and "one vector per step (2 ranks on 1 cores" in lines[0] and "bfloat16" in lines[0]
+    assert "topka" in lines[0]
     assert silent == []
 
 
@@ -130,5 +174,7 @@ def _crowded_one_line(options: dict[str, Any]) -> tuple[list[str], str, int]:
 
 @pytest.mark.processes
 def test_what_was_asked_for_is_never_changed() -> None:
-    (lines, wire, vectors), _ = run_processes(2, _crowded_one_line, {"wire": "int8", "fuse": "bucket"})
+    (lines, wire, vectors), _ = run_processes(
+        2, _crowded_one_line, {"algorithm": "oktopk", "wire": "int8", "fuse": "bucket"}
+    )
     assert (lines, wire) == ([], "int8") and vectors > 1

@@ -22,19 +22,28 @@ from oktopk.front_ends.advice import advise_at_first_step, is_worth_advice
 from oktopk.front_ends.attached import AttachedReducer
 from oktopk.front_ends.bucket_reduction import BucketReduction, UsedParameters
 from oktopk.front_ends.clipping import NormClip, require_limit
-from oktopk.front_ends.defaults import NAMES, default_fuse, default_wire
+from oktopk.front_ends.defaults import (
+    FOREVER,
+    NAMES,
+    default_algorithm,
+    default_fuse,
+    default_rival,
+    default_wire,
+    trained_numel,
+)
 from oktopk.front_ends.fusing import ByBucket, ByStep, ByTrial, Fusing, Future
 from oktopk.front_ends.memory import keep_freed_memory
 from oktopk.front_ends.options import FrontEndOptions, Fuse
 from oktopk.front_ends.parameters import Named, named_parameters, refuse_unsupported
 from oktopk.transport import ThreadWorld
+from oktopk.transport.links import is_process_group
 
 log = logging.getLogger("oktopk")
 
 
 def register(
     module: nn.Module,
-    algorithm: str = "oktopk",
+    algorithm: str | None = None,
     density: Density = 0.01,
     warmup_steps: int = 0,
     *,
@@ -46,9 +55,11 @@ def register(
 ) -> AttachedReducer:
     """Reduce the gradients of a DDP module sparsely; every rank must call this, before a backward.
 
-    What is not given is chosen, for models of a million parameters and more: `wire` by trying float32, bfloat16 and
-    int8 in the first 12 sparse steps, `fuse` by whether ranks have processors of their own. Rank 0 logs what and why:
-    `logging.getLogger("oktopk").setLevel("INFO")`; `decisions` of the reducer has it too.
+    What is not given is chosen. `algorithm` is "oktopk", but "topka" for small models and few ranks, where a round
+    costs more than it saves: by rule, and by trying where both may be right. For models of a million parameters and
+    more: `wire` by trying float32, bfloat16 and int8 in the first 12 to 16 sparse steps, `fuse` by whether ranks have
+    processors of their own. Rank 0 logs what and why: `logging.getLogger("oktopk").setLevel("INFO")`;
+    `reducer.algorithm` and `reducer.decisions` tell too.
     `fuse="bucket"` reduces each bucket while backward goes on; `fuse="step"` all of them as one vector at its end, as
     in the paper. With `algorithm="auto"` both are tried, and dense steps too. `keep_memory` lets the process keep what
     it frees (glibc only), so that gradients do not come in fresh memory every step: by default only where ranks share
@@ -71,7 +82,7 @@ def register(
     reducer, ddp = state.reducer, _unwrap(module)
     if ddp is not None:
         _install(ddp, state)
-        if reducer.world_size > 1 and is_worth_advice(algorithm, reducer.config, reducer.rank):
+        if reducer.world_size > 1 and is_worth_advice(reducer.algorithm, reducer.config, reducer.rank):
             reducer.on_close(advise_at_first_step(ddp.parameters()).remove)
     return reducer
 
@@ -91,7 +102,7 @@ class HookState:
     def __init__(
         self,
         module: nn.Module,
-        algorithm: str = "oktopk",
+        algorithm: str | None = None,
         density: Density = 0.01,
         warmup_steps: int = 0,
         *,
@@ -112,12 +123,21 @@ class HookState:
         refuse_unsupported(parameters, module, in_one_vector=fuse == "step")
         if scaler is not None:
             options.setdefault("on_nonfinite", "skip")
-        options.setdefault("wire", default_wire(algorithm, parameters) if ddp is not None else "float32")
-        reducer = _make_reducer(ddp, algorithm, density, warmup_steps, options)
-        if fuse is None and algorithm != AUTO:
-            fuse = _chosen_fuse(parameters, reducer, keep_memory)
+        name, why = "oktopk" if algorithm is None else algorithm, ""
+        options.setdefault("wire", default_wire(name, parameters) if ddp is not None else "float32")
+        if algorithm is None and ddp is not None and options["wire"] != AUTO:
+            name, why = default_algorithm(*_asked(ddp, parameters, density, options))
+        reducer = _make_reducer(ddp, name, density, warmup_steps, options)
+        reducer._pipeline.is_algorithm_fixed = algorithm is not None
+        if algorithm is None and ddp is not None and reducer._pipeline.tuner is not None:
+            reducer._pipeline.tuner.rival = default_rival(*_asked(ddp, parameters, density, options))
+        said = [f"{name} ({why})"] if why else []
+        if fuse is None and name != AUTO:
+            fuse, how = _chosen_fuse(parameters, reducer, keep_memory)
+            said.append(how)
         elif keep_memory:
             keep_freed_memory()
+        _say(said, reducer)
         names = {id(parameter): name for name, parameter in parameters}
         clip = NormClip(norm_clip, reducer.world_size, scaler) if norm_clip is not None else None
         fusing = _fusing(fuse, clip, reducer, names)
@@ -242,25 +262,38 @@ def _make_reducer(
         options = {**options, "group": ThreadWorld(1).transports()[0]}
     elif dist.get_world_size(ddp.process_group) == 1:
         log.warning("nothing is compressed: the world has one rank, so gradients are left as they are.")
-        warmup_steps = _FOREVER
+        warmup_steps = FOREVER
     options.setdefault("group", None if ddp is None else ddp.process_group)
     return AttachedReducer(algorithm, density, warmup_steps=warmup_steps, **options)
 
 
-def _chosen_fuse(parameters: list[Named], reducer: AttachedReducer, keep_memory: bool | None) -> Fuse:
-    """By rule, and the log says which: with the wire once that is found, or now.
+def _asked(
+    ddp: DistributedDataParallel, parameters: list[Named], density: Density, options: FrontEndOptions
+) -> tuple[int, int, Density, FrontEndOptions]:
+    """What the choice of an algorithm goes by."""
+    group: Any = options.get("group") or ddp.process_group
+    ranks = group.size() if is_process_group(group) else group.world_size
+    return trained_numel(parameters), ranks, density, options
+
+
+def _chosen_fuse(parameters: list[Named], reducer: AttachedReducer, keep_memory: bool | None) -> tuple[Fuse, str]:
+    """By rule, and what to say of it.
 
     Where ranks share cores, page faults of gradients that come in fresh memory cost as much as reducing them.
     """
     fuse, why = reducer.communicate(lambda transport: default_fuse(parameters, transport))
     keeps = fuse == "step" if keep_memory is None else keep_memory
     kept = ", freed memory is kept" if keeps and keep_freed_memory() else ""
-    said, tuner = f"{NAMES[fuse]} ({why}{kept}), ", reducer._pipeline.tuner
-    if tuner is not None:
-        tuner.preface = said
-    elif reducer.rank == 0:
-        log.info("%svalues as %s.", said, reducer.config.wire)
-    return fuse
+    return fuse, f"{NAMES[fuse]} ({why}{kept})"
+
+
+def _say(chosen: list[str], reducer: AttachedReducer) -> None:
+    """Log what was chosen: with the wire once that is found, or now."""
+    tuner = reducer._pipeline.tuner
+    if chosen and tuner is not None:
+        tuner.preface = "".join(f"{what}, " for what in chosen)
+    elif chosen and reducer.rank == 0:
+        log.info("%s, values as %s.", ", ".join(chosen), reducer.config.wire)
 
 
 def _fusing(fuse: Fuse | None, clip: NormClip | None, reducer: AttachedReducer, names: Mapping[int, str]) -> Fusing:
@@ -268,6 +301,3 @@ def _fusing(fuse: Fuse | None, clip: NormClip | None, reducer: AttachedReducer, 
         return ByStep(reducer, names, clip)
     tuner = reducer._pipeline.tuner
     return ByBucket(reducer) if fuse == "bucket" or tuner is None else ByTrial(reducer, tuner, names)
-
-
-_FOREVER = 2**62  # steps

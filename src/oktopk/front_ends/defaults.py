@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from math import inf
 
 from torch import Tensor
 
-from oktopk.config import AUTO
+from oktopk.config import AUTO, Density, OkTopkConfig, ReducerConfig
 from oktopk.front_ends.options import Fuse
 from oktopk.front_ends.parameters import Named
+from oktopk.schedule import Schedule
 from oktopk.transport.base import Transport
 from oktopk.transport.machines import own_kernel
 from oktopk.transport.sharing import share
 
 LARGE = 1_000_000  # parameters: below, any choice costs the same few rounds
+RIVAL = "topka"
+FEW_ENTRIES = 100_000  # received by a rank with the rival of Ok-Topk: so much takes as long as one more round
+MANY_ENTRIES = 300_000  # from here on nobody needs to try: on no network is the round worth it
+FOREVER = 2**62  # steps
 NAMES = {"bucket": "bucket by bucket", "step": "one vector per step"}
 
 
@@ -30,8 +36,36 @@ class Crowd:
         return f"{self.ranks} ranks on {self.cores} cores"
 
 
+def trained_numel(parameters: Sequence[Named]) -> int:
+    return sum(parameter.numel() for _, parameter in parameters if parameter.requires_grad)
+
+
 def is_large(parameters: Sequence[Named]) -> bool:
-    return sum(parameter.numel() for _, parameter in parameters if parameter.requires_grad) >= LARGE
+    return trained_numel(parameters) >= LARGE
+
+
+def default_algorithm(numel: int, world_size: int, density: Density, options: Iterable[str] = ()) -> tuple[str, str]:
+    """Which algorithm for so many parameters, and why if it is not Ok-Topk. Ranks that ask alike are told alike.
+
+    When everyone's choice goes to everyone (topka), two rounds are enough. Ok-Topk takes three, in which a rank
+    receives about 2 k (P-1) / P entries instead of k (P-1): with few of them it is rounds that cost.
+    """
+    received = _received(numel, world_size, density, options)
+    if received >= FEW_ENTRIES:
+        return "oktopk", ""
+    return RIVAL, f"{received:,.0f} entries for each of {world_size} ranks: two rounds, where oktopk takes three"
+
+
+def default_rival(numel: int, world_size: int, density: Density, options: Iterable[str] = ()) -> str:
+    """Which algorithm may be faster than Ok-Topk, so that both should be tried; none if surely not."""
+    return RIVAL if _received(numel, world_size, density, options) < MANY_ENTRIES else ""
+
+
+def _received(numel: int, world_size: int, density: Density, options: Iterable[str]) -> float:
+    """Entries that a rank receives when all go to everyone. Whoever sets an option of Ok-Topk wants Ok-Topk."""
+    if world_size == 1 or {field.name for field in fields(OkTopkConfig)} & set(options):
+        return inf
+    return Schedule(ReducerConfig(density=density).density).k_at(FOREVER, numel) * (world_size - 1)
 
 
 def default_wire(algorithm: str, parameters: Sequence[Named]) -> str:

@@ -52,7 +52,7 @@ class LocalStepsOptions(LocalOptions, total=False):
 class RegisterOptions(FrontEndOptions, total=False):
     """Options of `register`, for those who pass them on."""
 
-    algorithm: str
+    algorithm: str | None
     density: Density
     warmup_steps: int
     fuse: Fuse | None

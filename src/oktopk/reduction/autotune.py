@@ -7,7 +7,8 @@
 A front end that can hand over gradients in several ways (DDP's buckets one by one, or all of them as one vector) lets
 these be tried too: here whole steps are timed, because buckets travel while backward goes on.
 
-With `wire="auto"` and an algorithm that was named, only the first of these is done, and only once.
+With `wire="auto"` and an algorithm that was named, only the first of these is done, and only once. A front end that
+chose the algorithm itself lets a rival of it be tried besides, with the wire format that was fastest.
 
 Every method is a correct reduction with error feedback, so that trials cost time and nothing else.
 """
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any, Generic, TypeVar
 
@@ -69,10 +70,11 @@ class Method:
 
     is_sparse: bool
     wire: str
+    algorithm: str = ""  # that of the reducer, unless it is named
 
     @property
     def name(self) -> str:
-        return f"sparse {self.wire}" if self.is_sparse else "dense"
+        return f"{self.algorithm or 'sparse'} {self.wire}" if self.is_sparse else "dense"
 
 
 DENSE = Method(False, "float32")
@@ -101,8 +103,8 @@ def trials(config: AutoConfig) -> int:
 
 
 def wire_trials() -> int:
-    """How many steps pass until `wire="auto"` is decided."""
-    return (WIRES_ONCE.trial_steps + 1) * len(WIRES_ONCE.wires)
+    """How many steps pass at most until `wire="auto"` is decided: those of every wire, and of a rival."""
+    return (WIRES_ONCE.trial_steps + 1) * (len(WIRES_ONCE.wires) + 1)
 
 
 class Tuner:
@@ -117,6 +119,7 @@ class Tuner:
         """
         self._config, self._transport, self._across = config, transport, across or transport
         self._is_sparse, self.preface = is_sparse, "auto: "
+        self.rival = ""  # another algorithm, that competes over the fastest wire
         self._methods = [Method(True, wire) for wire in config.wires]
         self._buckets: dict[Layout, _Trial[Method]] = {}
         self._fusing = _Trial(FUSINGS)
@@ -165,7 +168,7 @@ class Tuner:
     def state_dict(self) -> dict[str, Any]:
         buckets = [
             {"layout": [list(pair) for pair in layout], "is_sparse": method.is_sparse, "wire": method.wire,
-             "reason": bucket.reason, "steps": bucket.steps}
+             "algorithm": method.algorithm, "reason": bucket.reason, "steps": bucket.steps}
             for layout, bucket in self._buckets.items() if (method := bucket.chosen) is not None
         ]  # fmt: skip
         fusing = self._fusing
@@ -176,7 +179,7 @@ class Tuner:
         self._buckets, self._fusing = {}, _Trial(FUSINGS)
         for saved in state.get("buckets", []):
             layout = tuple((str(name), int(numel)) for name, numel in saved["layout"])
-            method = Method(bool(saved["is_sparse"]), str(saved["wire"]))
+            method = Method(bool(saved["is_sparse"]), str(saved["wire"]), str(saved.get("algorithm", "")))
             self._bucket(layout).decide(method, str(saved["reason"]), int(saved["steps"]))
         if state.get("fusing"):
             chosen, reason, steps = state["fusing"]
@@ -190,6 +193,9 @@ class Tuner:
     def _conclude(self, layout: Layout, bucket: _Trial[Method]) -> None:
         slowest = self._slowest(bucket.best())
         numel = sum(count for _, count in layout)
+        if self.rival and all(method.algorithm != self.rival for method in slowest):
+            bucket.also_try(replace(_fastest(slowest, None), algorithm=self.rival))
+            return
         if self._is_sparse:
             reason = "dense was not tried"
         elif DENSE not in slowest:

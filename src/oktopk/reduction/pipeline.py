@@ -37,7 +37,8 @@ from oktopk.wire import Wire
 _KERNEL_PHASES = {
     "all_below": "select", "accumulate_": "select", "add": "select", "select_topk": "select", "select_above": "select",
     "count_above": "select", "pick": "select", "magnitude_histogram": "select", "common": "select", "above": "select",
-    "retain_": "select", "scan": "select", "move_": "unpack", "sum_sparse": "sum", "fill_": "unpack",
+    "largest": "select", "retain_": "select", "scan": "select", "move_": "unpack", "sum_sparse": "sum",
+    "fill_": "unpack",
 }  # fmt: skip
 _WIRE_PHASES = {"pack": "pack", "unpack": "unpack"}
 
@@ -86,8 +87,10 @@ class Pipeline:
         self.noticed = 0  # the greatest that any rank told so far, the same on all of them
         self.gradient_scale = 1.0
         self._open_step, self._skipped_step = -1, -1
+        self.is_algorithm_fixed = True  # else what was saved goes on, whatever a rule chose here
         self._algorithm_class = ALGORITHMS["oktopk" if settings.algorithm == AUTO else settings.algorithm][1]
-        self._algorithms: dict[Layout, Algorithm] = {}
+        self._method: Method | None = None  # that the tuner chose for the vector at hand
+        self._algorithms: dict[tuple[Layout, str], Algorithm] = {}  # by name, "" is that of the settings
         self._loaded_algorithms: dict[str, Mapping[str, Any]] = {}
         self._steps: dict[str, int] = {}
 
@@ -221,15 +224,16 @@ class Pipeline:
         """Whether this bucket goes sparse, over the wire format that the tuner chose for it; without one it does."""
         if self.tuner is None:
             return True
-        method = self.tuner.choose(layout)
+        self._method = self.tuner.choose(layout)
         assert isinstance(self._wire, ChosenWire)
-        self._wire.use(method.wire)
-        return method.is_sparse
+        self._wire.use(self._method.wire)
+        return self._method.is_sparse
 
     def _observe(self, plan: Plan, seconds: float) -> None:
         whole = plan.gradient.whole
         if self.tuner is not None and whole.numel >= self.settings.shared.min_numel:
-            method = Method(True, self.tools.wire.values) if plan.is_sparse else DENSE
+            method = self._method if plan.is_sparse else DENSE
+            assert method is not None  # the plan followed the tuner
             self.tuner.observe(whole.layout, method, seconds)
 
     def _prepare(self, plan: Plan) -> tuple[Terms, Choice | None, float]:
@@ -280,13 +284,17 @@ class Pipeline:
 
     def algorithm_of(self, layout: Layout) -> Algorithm:
         """The one that remembers what it did with this layout before."""
-        if layout not in self._algorithms:
-            algorithm: Algorithm = self._algorithm_class(self.settings.algorithm_config, self.tools)
-            saved = self._loaded_algorithms.pop(_key(layout), None)
-            if saved is not None:
-                algorithm.load_state_dict(saved)
-            self._algorithms[layout] = algorithm
-        return self._algorithms[layout]
+        name = self._method.algorithm if self._method is not None else ""
+        if (layout, name) not in self._algorithms:
+            self._algorithms[layout, name] = self._made_for(layout) if not name else _made(name, self.tools)
+        return self._algorithms[layout, name]
+
+    def _made_for(self, layout: Layout) -> Algorithm:
+        algorithm: Algorithm = self._algorithm_class(self.settings.algorithm_config, self.tools)
+        saved = self._loaded_algorithms.pop(_key(layout), None)
+        if saved is not None:
+            algorithm.load_state_dict(saved)
+        return algorithm
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -299,7 +307,8 @@ class Pipeline:
         return {part.parameter(name): part.spread(r, sizes[part.parameter(name)]) for name, r in owed.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        in_use = {_key(layout): algorithm.state_dict() for layout, algorithm in self._algorithms.items()}
+        own = {layout: algorithm for (layout, name), algorithm in self._algorithms.items() if not name}
+        in_use = {_key(layout): algorithm.state_dict() for layout, algorithm in own.items()}
         algorithms: dict[str, Any] = {**self._loaded_algorithms, **in_use}
         groups = self.grouping.current
         return {
@@ -318,6 +327,8 @@ class Pipeline:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if not self.is_algorithm_fixed and state["algorithm"] in ALGORITHMS:
+            self._change_algorithm(state["algorithm"])
         mine = {
             "algorithm": self.settings.algorithm,
             "world_size": self.transport.world_size,
@@ -338,6 +349,18 @@ class Pipeline:
         self._algorithms, self._loaded_algorithms = {}, dict(state["algorithms"])
         if self.tuner is not None:
             self.tuner.load_state_dict(state["decisions"])
+
+    def _change_algorithm(self, name: str) -> None:
+        config_class, self._algorithm_class = ALGORITHMS[name]
+        self.settings = replace(self.settings, algorithm=name, algorithm_config=config_class())
+        self.__dict__.pop("asks", None)
+
+
+def _made(name: str, tools: Tools) -> Algorithm:
+    """A rival, with its usual configuration."""
+    config_class, algorithm_class = ALGORITHMS[name]
+    algorithm: Algorithm = algorithm_class(config_class(), tools)
+    return algorithm
 
 
 def _key(layout: Layout) -> str:
