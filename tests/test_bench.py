@@ -149,7 +149,8 @@ def test_overlap_is_measured_both_ways() -> None:
 
 
 def test_the_command_of_the_page_measures_what_the_page_shows() -> None:
-    assert BenchOverlap()._bench() == OverlapBench()
+    assert BenchOverlap()._bench() == OverlapBench(algorithm="topka")  # what `register` chooses for two ranks
+    assert BenchOverlap(hosts=8)._bench() == OverlapBench(algorithm="oktopk")
     updates = BenchOverlap(reduce="updates")._bench()
     assert (updates.algorithm, updates.density, updates.wire) == ("randomk", 0.3, "codebook2")
     largest = BenchOverlap(reduce="updates", algorithm="oktopk", wire="int4")._bench()
@@ -158,6 +159,24 @@ def test_the_command_of_the_page_measures_what_the_page_shows() -> None:
 
 def test_hidden_is_the_part_that_overlap_saves() -> None:
     assert OverlapResult(overlapped=1.25, serialised=2.0, floor=1.0, buckets=4).hidden == pytest.approx(0.75)
+
+
+def test_what_waits_can_be_hidden_by_one_core_and_what_computes_cannot() -> None:
+    result = OverlapResult(overlapped=1.8, serialised=2.0, floor=1.0, buckets=4, busy=0.6)
+    assert result.waiting == pytest.approx(0.4) and result.hidden_waiting == pytest.approx(0.5)
+    unknown = replace(result, busy=None)
+    assert unknown.waiting is None and unknown.hidden_waiting is None
+    assert replace(result, busy=1.2).hidden_waiting == 0.0  # no waiting, nothing to hide
+
+
+def test_the_one_line_has_targets_of_its_own() -> None:
+    rows = best([_step("floor", 0.1), _step("ddp dense", 1.6), _step("powersgd 1", 0.5), _step("register", 0.2)])
+    overlap = {"1gbit": OverlapResult(overlapped=1.8, serialised=2.0, floor=1.0, buckets=4)}
+    found = {t.key: t for t in targets({}, [_volume(4, 1.0, "oktopk")], [], {"1gbit": rows}, overlap)}
+    assert found["line"].measured == pytest.approx(15) and found["line"].ok
+    assert found["line_powersgd"].measured == pytest.approx(4)
+    assert found["line_speedup"].measured == pytest.approx(8)
+    assert not found["hidden"].ok and "rounds" in found
 
 
 def test_the_best_round_counts_with_overhead_and_speedup() -> None:
@@ -195,7 +214,7 @@ def test_the_page_has_machine_commands_spread_and_plots(tmp_path: Path) -> None:
     write_results(folder / "scaling.jsonl", header("scaling", "oktopk bench scaling", cluster), volumes)
     write_results(folder / "allreduce.jsonl", header("allreduce", "oktopk bench allreduce", cluster), volumes)
     overlap = OverlapResult(overlapped=1.2, serialised=2.0, floor=1.0, buckets=4)
-    write_results(folder / "overlap.jsonl", header("overlap", "oktopk bench overlap", cluster), [overlap])
+    write_results(folder / "overlap-1gbit.jsonl", header("overlap", "oktopk bench overlap", cluster), [overlap])
     page = write_page(tmp_path, "oktopk bench all").read_text()
     for expected in ("oktopk bench step", "a note for readers", "processor", "spread", "80%", "10000", "missed"):
         assert expected in page

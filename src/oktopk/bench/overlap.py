@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from statistics import median
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import torch
@@ -49,12 +49,28 @@ class OverlapResult:
     serialised: float
     floor: float  # no synchronisation at all
     buckets: int
+    busy: float | None = None  # processor seconds of the synchronisation, mean over ranks; None: nobody counted
 
     @property
     def hidden(self) -> float:
         """Fraction of the synchronisation that backward hides."""
+        return _share(self.serialised - self.overlapped, self.serialised - self.floor)
+
+    @property
+    def waiting(self) -> float | None:
+        """Fraction of the synchronisation that is not processor time: all that a rank with one core can hide."""
         cost = self.serialised - self.floor
-        return (self.serialised - self.overlapped) / cost if cost > 0 else 0.0
+        return None if self.busy is None else _share(max(0.0, cost - self.busy), cost)
+
+    @property
+    def hidden_waiting(self) -> float | None:
+        """What backward hides, as a fraction of the waiting; above 1 where processors have time for both."""
+        waiting = self.waiting
+        return None if waiting is None else _share(self.hidden, waiting)
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole > 0 else 0.0
 
 
 def bench_overlap(cluster: Cluster, bench: OverlapBench) -> OverlapResult:
@@ -67,15 +83,19 @@ def measure(context: RankContext, **options: Any) -> None:
     """The work of one rank."""
     bench = OverlapBench(**options)
     times: dict[str, list[float]] = {"overlapped": [], "serialised": [], "floor": []}
+    busy: dict[str, list[float]] = {name: [] for name in times}
     variants = {name: _Variant(name, bench, context.rank, context.place) for name in times}
     for step in range(WARMUP + bench.steps):
         for name, variant in variants.items():
+            before = process_time()
             seconds = variant.step()
             if step >= WARMUP:
                 times[name].append(seconds)
+                busy[name].append(process_time() - before)
     found = {name: slowest(seconds) for name, seconds in times.items()}
+    of_synchronisation = _mean(median(busy["serialised"]) - median(busy["floor"]))
     if context.rank == 0:
-        context.emit(**found, buckets=variants["serialised"].buckets)
+        context.emit(**found, buckets=variants["serialised"].buckets, busy=of_synchronisation)
     for variant in variants.values():
         variant.reducer.close()
 
@@ -122,6 +142,13 @@ class _Variant:
 
 def _hook(state: _Variant, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     return state.take(bucket)
+
+
+def _mean(seconds: float) -> float:
+    """Over ranks."""
+    total = torch.tensor([seconds], dtype=torch.float64)
+    dist.all_reduce(total)
+    return float(total) / dist.get_world_size()
 
 
 def slowest(seconds: list[float]) -> float:

@@ -23,15 +23,15 @@ from oktopk.plotting.drawing import Drawing, write_svg
 from oktopk.plotting.frame import Axis
 
 STEP_RUNS = ("step-100mbit", "step-1gbit", "step-10gbit", "step-loopback")
-PART_NAMES = (*STEP_RUNS, "allreduce", "scaling", "overlap")
+OVERLAP_RUNS = ("overlap-100mbit", "overlap-1gbit")
+PART_NAMES = (*STEP_RUNS, "allreduce", "scaling", *OVERLAP_RUNS)
 StepRun = tuple[Header, list[StepResult]]
 
 
 def write_page(docs: Path, command: str) -> Path:
     """Write docs/benchmarks.md and its plots; parts without a run are left out."""
-    paths = {name: docs / "bench" / f"{name}.jsonl" for name in STEP_RUNS}
-    steps = {name: read_steps(path) for name, path in paths.items() if path.is_file()}
-    sections = [_intro(docs, command), *_missing(docs), *_must(docs, steps), *_line_section(docs)]
+    steps = _step_runs(docs)
+    sections = [_intro(docs, command), *_missing(docs), *_must(docs, steps), *_line_section(_line_runs(docs, steps))]
     for name, run in steps.items():
         sections += _step_section(docs, name, *run)
     sections += [*_collective_section(docs), *_scaling_section(docs), *_overlap_section(docs)]
@@ -78,13 +78,28 @@ def _missing(docs: Path) -> list[str]:
 
 
 def _must(docs: Path, steps: Mapping[str, StepRun]) -> list[str]:
-    results = {name.partition("-")[2]: rows for name, (_, rows) in steps.items()}
-    found = targets(results, _allreduces(docs / "bench" / "scaling.jsonl"), _errors(steps))
-    rows = [_target_row(one) for one in found]
+    rows = [target_row(one) for one in _targets(docs, steps)]
     return ["## What we hold ourselves to", "", *markdown_table(rows), ""] if rows else []
 
 
-def _target_row(one: Measurement) -> dict[str, Any]:
+def page_targets(docs: Path) -> list[Measurement]:
+    """The figures of the page that have a target."""
+    return _targets(docs, _step_runs(docs))
+
+
+def _targets(docs: Path, steps: Mapping[str, StepRun]) -> list[Measurement]:
+    results = {name.partition("-")[2]: rows for name, (_, rows) in steps.items()}
+    scaling, line = _allreduces(docs / "bench" / "scaling.jsonl"), _line_runs(docs, steps)
+    overlap = {header.network: result for header, result in _overlaps(docs)}
+    return targets(results, scaling, _errors(steps), {header.network: rows for header, rows in line}, overlap)
+
+
+def _step_runs(docs: Path) -> dict[str, StepRun]:
+    paths = {name: docs / "bench" / f"{name}.jsonl" for name in STEP_RUNS}
+    return {name: read_steps(path) for name, path in paths.items() if path.is_file()}
+
+
+def target_row(one: Measurement) -> dict[str, Any]:
     return {
         "figure": one.text,
         "must": f"{one.sign} {one.must:g}",
@@ -94,10 +109,20 @@ def _target_row(one: Measurement) -> dict[str, Any]:
     }
 
 
-def _line_section(docs: Path) -> list[str]:
-    """What `oktopk.register(ddp, density=0.01)` reaches with nothing else given, in runs of their own."""
-    paths = [docs / "bench" / f"{name.replace('step', 'line')}.jsonl" for name in STEP_RUNS]
-    runs = [read_steps(path) for path in paths if path.is_file()]
+def _line_runs(docs: Path, steps: Mapping[str, StepRun]) -> list[StepRun]:
+    """Runs in which the one line took part: those of the page, else runs of its own."""
+    runs = []
+    for name in STEP_RUNS:
+        own = docs / "bench" / f"{name.replace('step', 'line')}.jsonl"
+        if name in steps and ONE_LINE in {result.contender for result in steps[name][1]}:
+            runs.append(steps[name])
+        elif own.is_file():
+            runs.append(read_steps(own))
+    return runs
+
+
+def _line_section(runs: Sequence[StepRun]) -> list[str]:
+    """What `oktopk.register(ddp, density=0.01)` reaches with nothing else given."""
     if not runs:
         return []
     lines = [
@@ -193,17 +218,28 @@ def _scaling_section(docs: Path) -> list[str]:
 
 
 def _overlap_section(docs: Path) -> list[str]:
-    path = docs / "bench" / "overlap.jsonl"
-    if not path.is_file():
+    runs = _overlaps(docs)
+    if not runs:
         return []
-    header, rows = read_results(path)
-    result = OverlapResult(**rows[0])
-    shown = {
-        "buckets": result.buckets, "overlapped [ms]": f"{result.overlapped * 1e3:.0f}",
-        "serialised [ms]": f"{result.serialised * 1e3:.0f}", "floor [ms]": f"{result.floor * 1e3:.0f}",
-        "hidden": f"{result.hidden:.0%}",
+    commands = [f"- `{header.command}`" for header, _ in runs]
+    lines = ["## Overlap with backward", "", *commands, "", *markdown_table(_overlap_row(*run) for run in runs), ""]
+    lines += ["*waiting* is the part of the synchronisation that is not processor time. Where every rank has one core,"]
+    return [*lines, "that is all that can be hidden: the rest takes the core from backward.", ""]
+
+
+def _overlaps(docs: Path) -> list[tuple[Header, OverlapResult]]:
+    files = [read_results(path) for name in OVERLAP_RUNS if (path := docs / "bench" / f"{name}.jsonl").is_file()]
+    return [(header, OverlapResult(**rows[0])) for header, rows in files]
+
+
+def _overlap_row(header: Header, result: OverlapResult) -> dict[str, Any]:
+    return {
+        "network": header.network, "buckets": result.buckets,
+        "floor [ms]": f"{result.floor * 1e3:.0f}", "serialised [ms]": f"{result.serialised * 1e3:.0f}",
+        "overlapped [ms]": f"{result.overlapped * 1e3:.0f}", "hidden": f"{result.hidden:.0%}",
+        "waiting": f"{result.waiting:.0%}" if result.waiting is not None else "",
+        "hidden of the waiting": f"{result.hidden_waiting:.0%}" if result.hidden_waiting is not None else "",
     }  # fmt: skip
-    return ["## Overlap with backward", "", f"`{header.command}`", "", *markdown_table([shown]), ""]
 
 
 def _plan_section(docs: Path, steps: Mapping[str, StepRun]) -> list[str]:

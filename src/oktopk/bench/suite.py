@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 from oktopk.bench.allreduce import Sweep, bench_allreduce
 from oktopk.bench.cluster import Cluster, open_cluster
-from oktopk.bench.contenders import EVERYONE
+from oktopk.bench.contenders import EVERYONE, ONE_LINE
 from oktopk.bench.host import busy_notes
 from oktopk.bench.network import Network
 from oktopk.bench.overlap import OverlapBench, bench_overlap
 from oktopk.bench.result_file import header, write_results
 from oktopk.bench.step import StepBench, bench_step_with_costs
 from oktopk.errors import ConfigError, nearest
+from oktopk.front_ends.defaults import default_algorithm
 
 FAST_NETWORKS = (
     "floor",
@@ -27,6 +28,7 @@ FAST_NETWORKS = (
     "oktopk bfloat16",
     "oktopk int8",
     "auto",
+    ONE_LINE,
 )
 ALLREDUCE_FLAGS = "--numels 1000000 10000000 --world-sizes 4 --repeats 3"
 QUICK_NUMEL = 300_000
@@ -91,7 +93,8 @@ def _scaling(cluster: Cluster, quick: bool, say: Say) -> Any:
 
 def _overlap(cluster: Cluster, quick: bool, say: Say) -> Any:
     bench = OverlapBench(numel=QUICK_NUMEL, steps=2) if quick else OverlapBench()
-    return [bench_overlap(cluster, bench)], {}
+    algorithm, _ = default_algorithm(bench.numel, cluster.world_size, bench.density)
+    return [bench_overlap(cluster, replace(bench, algorithm=algorithm))], {}
 
 
 def _step_part(network: str, contenders: tuple[str, ...], repeats: int, seconds: float) -> Part:
@@ -107,5 +110,6 @@ PARTS: dict[str, Part] = {
     "step-loopback": _step_part("loopback", FAST_NETWORKS, 3, 2),
     "allreduce": Part(4, "1gbit", f"oktopk bench allreduce {ALLREDUCE_FLAGS}", _allreduce),
     "scaling": Part(16, "loopback", "oktopk bench scaling", _scaling),
-    "overlap": Part(2, "100mbit", "oktopk bench overlap", _overlap),
+    "overlap-100mbit": Part(2, "100mbit", "oktopk bench overlap --network 100mbit", _overlap),
+    "overlap-1gbit": Part(2, "1gbit", "oktopk bench overlap --network 1gbit", _overlap),
 }

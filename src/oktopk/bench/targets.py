@@ -5,19 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from oktopk.bench.allreduce import AllreduceResult
+from oktopk.bench.contenders import ONE_LINE
 from oktopk.bench.measurement import Measurement
+from oktopk.bench.overlap import OverlapResult
 from oktopk.bench.step import StepResult
 
 FIXED = ("dense float32", "oktopk float32", "oktopk bfloat16", "oktopk int8")  # what auto chooses from
 
 
 def targets(
-    steps: Mapping[str, Sequence[StepResult]], scaling: Sequence[AllreduceResult], plan_errors: Sequence[float]
+    steps: Mapping[str, Sequence[StepResult]],
+    scaling: Sequence[AllreduceResult],
+    plan_errors: Sequence[float],
+    line: Mapping[str, Sequence[StepResult]] | None = None,
+    overlap: Mapping[str, OverlapResult] | None = None,
 ) -> list[Measurement]:
-    """What can be computed from the runs at hand; `steps` by network label."""
-    by_name = {network: {r.contender: r for r in results} for network, results in steps.items()}
-    found = [one for network, results in by_name.items() for one in _of_steps(network, results)]
+    """What can be computed from the runs at hand; `steps`, `line` (with the one line) and `overlap` by network."""
+    found = [one for network, results in (line or {}).items() for one in _of_line(network, _by_name(results))]
+    found += [one for network, results in steps.items() for one in _of_steps(network, _by_name(results))]
     found += _of_scaling(scaling)
+    if overlap and "1gbit" in overlap:
+        text = "share of communication hidden behind backward, 2 hosts on 2 cores, 1gbit"
+        found.append(_at_least("hidden", text, overlap["1gbit"].hidden, 0.5, 0.7))
     if plan_errors:
         text = "plan against measured step times, worst error"
         found.append(Measurement("plan_error", text, max(plan_errors), 0.30, 0.15))
@@ -26,6 +35,25 @@ def targets(
 
 def _at_least(key: str, text: str, measured: float, must: float, aim: float | None = None) -> Measurement:
     return Measurement(key, text, measured, must, aim, higher=True)
+
+
+def _by_name(results: Sequence[StepResult]) -> dict[str, StepResult]:
+    return {result.contender: result for result in results}
+
+
+def _of_line(network: str, by: Mapping[str, StepResult]) -> Iterator[Measurement]:
+    """`oktopk.register(ddp, density=0.01)` and nothing else."""
+    ours, dense, powersgd = by[ONE_LINE], by["ddp dense"], by.get("powersgd 1")
+    ratio = dense.overhead_seconds / ours.overhead_seconds
+    if network in _LINE_OVERHEAD:
+        yield _at_least("line", f"overhead of DDP dense / the one line, {network}", ratio, *_LINE_OVERHEAD[network])
+    if network == "1gbit" and powersgd is not None:
+        ratio = powersgd.overhead_seconds / ours.overhead_seconds
+        yield _at_least("line_powersgd", f"overhead of PowerSGD rank 1 / the one line, {network}", ratio, 4, 8)
+    if network in _LINE_SPEEDUP:
+        ratio = dense.step_seconds / ours.step_seconds
+        text = f"speed-up of the one line over DDP dense, {network}"
+        yield _at_least("line_speedup", text, ratio, *_LINE_SPEEDUP[network])
 
 
 def _of_steps(network: str, by: Mapping[str, StepResult]) -> Iterator[Measurement]:
@@ -50,6 +78,10 @@ def _of_steps(network: str, by: Mapping[str, StepResult]) -> Iterator[Measuremen
 
 
 def _of_scaling(results: Sequence[AllreduceResult]) -> Iterator[Measurement]:
+    rounds = {r.world_size: r.rounds for r in results if r.algorithm == "oktopk"}
+    for ranks, must in ((4, 4), (16, 5)):
+        if ranks in rounds:
+            yield Measurement("rounds", f"rounds of oktopk, {ranks} ranks", rounds[ranks], must, 3)
     volumes = {(r.algorithm, r.world_size): r.bytes_received for r in results}
     if ("oktopk", 16) in volumes and ("oktopk", 2) in volumes:
         growth = volumes["oktopk", 16] / volumes["oktopk", 2]
@@ -69,5 +101,7 @@ def _over_bound(result: StepResult) -> float:
     return result.wire_bytes / (2 * k * 3 / 4 * 4)
 
 
+_LINE_OVERHEAD = {"1gbit": (14, 20), "100mbit": (60, 90)}
+_LINE_SPEEDUP = {"1gbit": (5, 6), "10gbit": (1.3, 1.6), "loopback": (1.3, 1.6)}
 _OVERHEAD = {"1gbit": (8, 16), "100mbit": (30, 50)}
 _SPEEDUP = {"1gbit": 5, "100mbit": 20}

@@ -184,7 +184,7 @@ class BenchOverlap:
     numel: int = 4_000_000  # parameters of the stand-in model
     batch: int = 128  # samples per rank; more = a longer backward to hide behind
     reduce: Literal["gradients", "updates"] = "gradients"  # what is sent
-    algorithm: str | None = None  # dense, topka, ... randomk, oktopk; None: oktopk, for updates randomk
+    algorithm: str | None = None  # dense, topka, ... oktopk; None: what `register` chooses, for updates randomk
     density: float | None = None  # fraction sent; None: 0.01, for updates that of local_steps
     wire: str | None = None  # value format; None: float32, for updates that of local_steps
     bucket_cap_mb: float = 2.0  # DDP's bucket size; smaller = more buckets, earlier starts, more rounds
@@ -210,6 +210,12 @@ class BenchOverlap:
         console().print(table(f"{title}, {result.buckets} buckets, on {_where(cluster)}", rows))
         hiding = "training" if self.reduce == "updates" else "backward"
         console().print(f"{hiding} hides {result.hidden:.0%} of the synchronisation.")
+        if result.waiting is not None:
+            console().print(
+                f"{result.waiting:.0%} of it is waiting, which is all that a core of its own can hide: "
+                f"{result.hidden_waiting:.0%} of that is hidden.",
+                soft_wrap=True,
+            )
         if self.json:
             write_results(self.json, run, [result])
         return 0
@@ -217,10 +223,12 @@ class BenchOverlap:
     def _bench(self) -> OverlapBench:
         from oktopk.bench.overlap import OverlapBench
         from oktopk.config import UPDATES_ALGORITHM, update_defaults
+        from oktopk.front_ends.defaults import default_algorithm
         from oktopk.training.devices import kind_of
 
         usual = OverlapBench()
-        algorithm = self.algorithm or (UPDATES_ALGORITHM if self.reduce == "updates" else usual.algorithm)
+        chosen = default_algorithm(self.numel, self.hosts, self.density or usual.density)[0]
+        algorithm = self.algorithm or (UPDATES_ALGORITHM if self.reduce == "updates" else chosen)
         sent = update_defaults(algorithm) if self.reduce == "updates" else usual
         density, wire = self.density if self.density is not None else sent.density, self.wire or sent.wire
         sizes, device = (self.numel, self.batch), kind_of(self.device)
@@ -242,7 +250,7 @@ class BenchAll:
     only: tuple[str, ...] = ()  # parts to run again (step-1gbit, scaling, ...); others keep their last results
 
     def __call__(self) -> int:
-        from oktopk.bench.page import write_page
+        from oktopk.bench.page import page_targets, target_row, write_page
         from oktopk.bench.suite import parts, run_part
 
         for name in parts(self.quick, self.only):
@@ -250,6 +258,7 @@ class BenchAll:
                 seconds = run_part(name, self.docs / "bench", self.quick, lambda text: status.update(text))
             console().print(f"{name}: {seconds:.0f} s", markup=False)
         page = write_page(self.docs, f"oktopk bench all{' --quick' if self.quick else ''}")
+        console().print(table("what we hold ourselves to", [target_row(one) for one in page_targets(self.docs)]))
         console().print(f"page: {page}", markup=False, soft_wrap=True)
         return 0
 
