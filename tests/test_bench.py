@@ -24,7 +24,9 @@ from oktopk.bench.overlap import OverlapBench, OverlapResult, bench_overlap
 from oktopk.bench.overlap_updates import bench_overlap_of_updates
 from oktopk.bench.page import write_page
 from oktopk.bench.result_file import header, write_results
+from oktopk.bench.sizes import SIZES, by_size
 from oktopk.bench.step import StepBench, StepResult, bench_step, best
+from oktopk.bench.suite import PARTS
 from oktopk.bench.targets import targets
 from oktopk.cli import main
 from oktopk.cli.bench import BenchOverlap
@@ -167,6 +169,21 @@ def test_what_waits_can_be_hidden_by_one_core_and_what_computes_cannot() -> None
     unknown = replace(result, busy=None)
     assert unknown.waiting is None and unknown.hidden_waiting is None
     assert replace(result, busy=1.2).hidden_waiting == 0.0  # no waiting, nothing to hide
+
+
+def test_what_the_one_line_takes_is_compared_with_the_fastest() -> None:
+    def one(name: str, numel: int, ranks: int, seconds: float) -> AllreduceResult:
+        return replace(_volume(ranks, 1.0, name), numel=numel, seconds=seconds)
+
+    sweep = [one("topka", 1000, 4, 2.0), one("gtopk", 1000, 4, 1.0), one("oktopk", 1000, 4, 3.0)]
+    sweep += [one("topka", 4_000_000, 4, 4.0), one("oktopk", 4_000_000, 4, 2.0), one("oktopk", 1000, 2, 1.0)]
+    two, small, large = by_size(sweep)
+    assert (two.world_size, small.register, large.register) == (2, ("topka", "rule"), ("oktopk", "tried"))
+    assert small.over_fastest("topka") == pytest.approx(2) and large.over_fastest("oktopk") == 1
+    assert small.row()["that / fastest"] == "2.00" and small.row()["oktopk / fastest"] == "3.00"
+    (found,) = targets({}, [], [], sizes=[small, large])
+    assert found.key == "sizes" and found.measured == pytest.approx(2) and not found.ok
+    assert PARTS["sizes"].command.endswith(f"--repeats {SIZES.repeats}")
 
 
 def test_the_one_line_has_targets_of_its_own() -> None:

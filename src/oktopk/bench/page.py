@@ -16,6 +16,7 @@ from oktopk.bench.measurement import Measurement
 from oktopk.bench.overlap import OverlapResult
 from oktopk.bench.planner import CLUSTER_SIZES, LINKS, best_sparse, recommend, speedup
 from oktopk.bench.result_file import Header, read_results
+from oktopk.bench.sizes import by_size
 from oktopk.bench.step import StepResult
 from oktopk.bench.targets import FIXED, targets
 from oktopk.bench.validate import compare, read_steps, scenario_of
@@ -24,7 +25,7 @@ from oktopk.plotting.frame import Axis
 
 STEP_RUNS = ("step-100mbit", "step-1gbit", "step-10gbit", "step-loopback")
 OVERLAP_RUNS = ("overlap-100mbit", "overlap-1gbit")
-PART_NAMES = (*STEP_RUNS, "allreduce", "scaling", *OVERLAP_RUNS)
+PART_NAMES = (*STEP_RUNS, "allreduce", "scaling", "sizes", *OVERLAP_RUNS)
 StepRun = tuple[Header, list[StepResult]]
 
 
@@ -34,7 +35,7 @@ def write_page(docs: Path, command: str) -> Path:
     sections = [_intro(docs, command), *_missing(docs), *_must(docs, steps), *_line_section(_line_runs(docs, steps))]
     for name, run in steps.items():
         sections += _step_section(docs, name, *run)
-    sections += [*_collective_section(docs), *_scaling_section(docs), *_overlap_section(docs)]
+    sections += [*_collective_section(docs), *_sizes_section(docs), *_scaling_section(docs), *_overlap_section(docs)]
     sections += _plan_section(docs, {name: run for name, run in steps.items() if run[0].emulated})
     page = docs / "benchmarks.md"
     page.write_text("\n".join(sections) + "\n", encoding="utf-8")
@@ -91,7 +92,8 @@ def _targets(docs: Path, steps: Mapping[str, StepRun]) -> list[Measurement]:
     results = {name.partition("-")[2]: rows for name, (_, rows) in steps.items()}
     scaling, line = _allreduces(docs / "bench" / "scaling.jsonl"), _line_runs(docs, steps)
     overlap = {header.network: result for header, result in _overlaps(docs)}
-    return targets(results, scaling, _errors(steps), {header.network: rows for header, rows in line}, overlap)
+    sizes = by_size(_allreduces(docs / "bench" / "sizes.jsonl"))
+    return targets(results, scaling, _errors(steps), {header.network: rows for header, rows in line}, overlap, sizes)
 
 
 def _step_runs(docs: Path) -> dict[str, StepRun]:
@@ -196,6 +198,17 @@ def _collective_section(docs: Path) -> list[str]:
     lines = ["## The collective alone", "", f"`{header.command}`", "", *(f"- {note}" for note in header.notes), ""]
     lines += ["Any method needs at least 2 words per (k(P-1)/P) with 32-bit pairs; Ok-Topk never more than 6.", ""]
     return [*lines, figure, "", *markdown_table(rows), ""]
+
+
+def _sizes_section(docs: Path) -> list[str]:
+    sizes = by_size(_allreduces(docs / "bench" / "sizes.jsonl"))
+    if not sizes:
+        return []
+    header = read_results(docs / "bench" / "sizes.jsonl")[0]
+    lines = ["## Short and long vectors", "", f"`{header.command}`", "", *(f"- {note}" for note in header.notes), ""]
+    lines += ["`oktopk.register(ddp, density=0.01)` takes *topka* where rounds cost more than volume, by rule, or from"]
+    lines += ["a million parameters on by trying both: the table assumes that it then finds the faster one.", ""]
+    return [*lines, *markdown_table(size.row() for size in sizes), ""]
 
 
 def _scaling_section(docs: Path) -> list[str]:

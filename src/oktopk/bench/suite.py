@@ -15,6 +15,7 @@ from oktopk.bench.host import busy_notes
 from oktopk.bench.network import Network
 from oktopk.bench.overlap import OverlapBench, bench_overlap
 from oktopk.bench.result_file import header, write_results
+from oktopk.bench.sizes import SIZES
 from oktopk.bench.step import StepBench, bench_step_with_costs
 from oktopk.errors import ConfigError, nearest
 from oktopk.front_ends.defaults import default_algorithm
@@ -31,6 +32,10 @@ FAST_NETWORKS = (
     ONE_LINE,
 )
 ALLREDUCE_FLAGS = "--numels 1000000 10000000 --world-sizes 4 --repeats 3"
+SIZES_FLAGS = (
+    "--hosts 8 --world-sizes 2 4 8 --numels 100000 300000 1000000 3000000 10000000 --densities 0.01 --wires float32 "
+    "--algorithms topka gtopk oktopk --repeats 9"
+)
 QUICK_NUMEL = 300_000
 
 Say = Callable[[str], None]
@@ -91,6 +96,11 @@ def _scaling(cluster: Cluster, quick: bool, say: Say) -> Any:
     return bench_allreduce(cluster, sweep, lambda r: say(f"{r.algorithm}, {r.world_size} ranks")), {}
 
 
+def _sizes(cluster: Cluster, quick: bool, say: Say) -> Any:
+    sweep = replace(SIZES, numels=(QUICK_NUMEL // 10,), world_sizes=(2,), repeats=2) if quick else SIZES
+    return bench_allreduce(cluster, sweep, lambda r: say(f"{r.algorithm}, {r.numel:,} entries")), {}
+
+
 def _overlap(cluster: Cluster, quick: bool, say: Say) -> Any:
     bench = OverlapBench(numel=QUICK_NUMEL, steps=2) if quick else OverlapBench()
     algorithm, _ = default_algorithm(bench.numel, cluster.world_size, bench.density)
@@ -104,12 +114,13 @@ def _step_part(network: str, contenders: tuple[str, ...], repeats: int, seconds:
 
 
 PARTS: dict[str, Part] = {
-    "step-1gbit": _step_part("1gbit", EVERYONE, 4, 2),
+    "step-1gbit": _step_part("1gbit", EVERYONE, 3, 2),
     "step-100mbit": _step_part("100mbit", EVERYONE, 2, 2),
     "step-10gbit": _step_part("10gbit", FAST_NETWORKS, 3, 2),
     "step-loopback": _step_part("loopback", FAST_NETWORKS, 3, 2),
     "allreduce": Part(4, "1gbit", f"oktopk bench allreduce {ALLREDUCE_FLAGS}", _allreduce),
     "scaling": Part(16, "loopback", "oktopk bench scaling", _scaling),
+    "sizes": Part(8, "1gbit", f"oktopk bench allreduce {SIZES_FLAGS}", _sizes),
     "overlap-100mbit": Part(2, "100mbit", "oktopk bench overlap --network 100mbit", _overlap),
     "overlap-1gbit": Part(2, "1gbit", "oktopk bench overlap --network 1gbit", _overlap),
 }

@@ -8,6 +8,7 @@ from oktopk.bench.allreduce import AllreduceResult
 from oktopk.bench.contenders import ONE_LINE
 from oktopk.bench.measurement import Measurement
 from oktopk.bench.overlap import OverlapResult
+from oktopk.bench.sizes import SizeResult
 from oktopk.bench.step import StepResult
 
 FIXED = ("dense float32", "oktopk float32", "oktopk bfloat16", "oktopk int8")  # what auto chooses from
@@ -19,11 +20,15 @@ def targets(
     plan_errors: Sequence[float],
     line: Mapping[str, Sequence[StepResult]] | None = None,
     overlap: Mapping[str, OverlapResult] | None = None,
+    sizes: Sequence[SizeResult] = (),
 ) -> list[Measurement]:
     """What can be computed from the runs at hand; `steps`, `line` (with the one line) and `overlap` by network."""
     found = [one for network, results in (line or {}).items() for one in _of_line(network, _by_name(results))]
     found += [one for network, results in steps.items() for one in _of_steps(network, _by_name(results))]
     found += _of_scaling(scaling)
+    if sizes:
+        text = "what the one line takes / fastest algorithm, worst of all sizes and 2 to 8 ranks"
+        found.append(Measurement("sizes", text, max(one.over_fastest(one.register[0]) for one in sizes), 1.1))
     if overlap and "1gbit" in overlap:
         text = "share of communication hidden behind backward, 2 hosts on 2 cores, 1gbit"
         found.append(_at_least("hidden", text, overlap["1gbit"].hidden, 0.5, 0.7))
