@@ -327,8 +327,9 @@ class Pipeline:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if not self.is_algorithm_fixed and state["algorithm"] in ALGORITHMS:
-            self._change_algorithm(state["algorithm"])
+        saved = state["algorithm"]
+        if not self.is_algorithm_fixed and saved != self.settings.algorithm and saved in ALGORITHMS:
+            self._change_algorithm(saved)
         mine = {
             "algorithm": self.settings.algorithm,
             "world_size": self.transport.world_size,
