@@ -21,6 +21,7 @@ from oktopk.bench.planner import (
 )
 from oktopk.bench.result_file import Header, read_results, write_results
 from oktopk.bench.step import StepResult
+from oktopk.bench.training_time import Length, predict_trainings, recommend_training
 from oktopk.bench.update_advice import advise_updates, recommend_updates
 from oktopk.bench.validate import compare
 from oktopk.cli import main
@@ -245,3 +246,52 @@ def test_the_rate_of_adamw_grows_with_the_root_of_the_ranks_and_that_of_lamb_doe
     assert advise_updates(SLOW, MACHINE, "adamw").rate_factor == 2.0
     assert "learning rate 2 times that of dense" in recommend_updates(SLOW, MACHINE, "adamw")
     assert "learning rate that of dense" in recommend_updates(SLOW, MACHINE, "lamb")
+
+
+def test_a_whole_training_is_its_dense_start_and_its_sparse_steps() -> None:
+    found = {one.name: one for one in predict_trainings(SLOW, MACHINE, Length(1000, warmup_steps=300))}
+    dense = predict_step(SLOW, MACHINE, "dense", "float32")
+    sparse = predict_step(SLOW, MACHINE, "oktopk", "int8")
+    assert found["dense"].seconds == pytest.approx(1000 * dense.step_seconds)
+    ours = found["oktopk int8 after 300 dense steps"]
+    assert ours.seconds == pytest.approx(300 * dense.step_seconds + 700 * sparse.step_seconds)
+    assert ours.bytes_per_rank == pytest.approx(300 * dense.bytes_per_rank + 700 * sparse.bytes_per_rank)
+    assert found["dense"].bytes_per_rank / ours.bytes_per_rank < 1 / 0.3  # the law: no codec saves the dense third
+
+
+def test_local_steps_end_with_one_dense_mean() -> None:
+    updates = {one.name: one for one in predict_trainings(SLOW, MACHINE, Length(1000))}["local steps"]
+    advice = advise_updates(SLOW, MACHINE, "sgd")
+    dense = predict_step(SLOW, MACHINE, "dense", "float32")
+    assert updates.dense_steps == 0
+    assert updates.seconds == pytest.approx(1000 * advice.step_seconds + dense.link_seconds, rel=0.01)
+    whole = replace(SLOW, density=advice.density, bucket_bytes=4 * SLOW.numel)
+    each = expected_bytes(whole, MACHINE, "randomk", advice.wire)
+    assert updates.bytes_per_rank == pytest.approx(1000 // advice.every * each + dense.bytes_per_rank, rel=0.01)
+
+
+def test_local_steps_are_recommended_where_they_win_and_dense_where_it_does() -> None:
+    every = advise_updates(SLOW, MACHINE, "sgd").every
+    assert recommend_training(SLOW, MACHINE, Length(1000, 300)).startswith(
+        f"1,000 steps: use local steps, oktopk.local_steps(model, optimizer, every={every}): "
+    )
+    fast = replace(SLOW, network=Network(4e12, 1e-6), ranks=2)
+    assert recommend_training(fast, MACHINE, Length(1000, 300)).startswith("1,000 steps: use dense: ")
+    # The mean that ends local steps is most of a training of one step.
+    assert predict_trainings(SLOW, MACHINE, Length(1))[0].name != "local steps"
+
+
+def test_a_training_of_no_length_is_refused(capsys: pytest.CaptureFixture) -> None:
+    for length in ((0, 0), (5, 6), (5, -1)):
+        with pytest.raises(ConfigError, match="steps must be"):
+            Length(*length)
+    assert main(["plan", "--warmup-steps", "5"]) == 2
+    assert "give its --steps too" in capsys.readouterr().err
+
+
+def test_the_plan_command_answers_for_a_whole_training(capsys: pytest.CaptureFixture) -> None:
+    words = ["--numel", "1000000", "--network", "10mbit", "--steps", "500", "--warmup-steps", "50"]
+    assert main(["plan", *words]) == 0
+    out = capsys.readouterr().out
+    assert "500 steps: use local steps, oktopk.local_steps(" in out
+    assert "after 50 dense steps" in out

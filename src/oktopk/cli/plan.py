@@ -6,11 +6,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from oktopk.cli.console import bytes_text, console, table
+from oktopk.cli.console import bytes_text, console, duration_text, table
+from oktopk.errors import ConfigError
 
 if TYPE_CHECKING:
     from oktopk.bench.machine import Machine
     from oktopk.bench.planner import Prediction, Scenario
+    from oktopk.bench.training_time import Length
     from oktopk.bench.update_advice import Optimizer
 
 
@@ -22,6 +24,7 @@ class Plan:
 
     Example:
       oktopk plan --numel 110000000 --ranks 16 --ranks-per-host 4 --network 10gbit --compute 400ms --backward 250ms
+        --steps 20000 --warmup-steps 2000
     """
 
     numel: int = 27_570_000  # parameters
@@ -34,6 +37,8 @@ class Plan:
     compute: str = "200ms"  # a step without synchronisation
     backward: str = ""  # the part of it that synchronisation can hide behind; default: half of compute
     ranks_per_core: float = 1.0  # above 1, ranks share cores and their work takes longer
+    steps: int = 0  # of the whole training: also say what that takes; 0: only a step
+    warmup_steps: int = 0  # dense steps before sparse ones, in a whole training
     scale: bool = False  # also predict worlds of up to 10,000 ranks, and links as slow as the internet
     plot: Path | None = None  # folder for plots of the speed-up by bandwidth and by ranks
     validate: Path | None = None  # a run of `oktopk bench step --json`: print predicted against measured instead
@@ -43,9 +48,11 @@ class Plan:
             return _validate(self.validate)
         from oktopk.bench.machine import measure_machine
 
-        scenario = self._scenario()
+        scenario, length = self._scenario(), _length(self.steps, self.warmup_steps)
         machine = measure_machine(self.density)
         _print_plan(scenario, machine)
+        if length:
+            _print_training(scenario, machine, length)
         if self.scale:
             _print_scales(scenario, machine)
         if self.plot:
@@ -83,6 +90,8 @@ class Advise:
     compute: str = "200ms"  # a step without synchronisation
     backward: str = ""  # the part of it that synchronisation can hide behind; default: half of compute
     optimizer: Literal["sgd", "adamw", "lamb"] | None = None  # what steps the weights; None: an answer for each kind
+    steps: int = 0  # of the whole training: also say what that takes; 0: only a step
+    warmup_steps: int = 0  # dense steps before sparse ones, in a whole training
 
     def __call__(self) -> int:
         from oktopk.bench.advise import Link, measure_here, measure_under_launcher
@@ -90,7 +99,7 @@ class Advise:
         from oktopk.bench.network import Network, parse_seconds
         from oktopk.bench.planner import Scenario
 
-        compute = parse_seconds(self.compute)
+        compute, length = parse_seconds(self.compute), _length(self.steps, self.warmup_steps)
         backward = parse_seconds(self.backward) if self.backward else compute / 2
         link: Link | None = measure_under_launcher()
         if link is None:
@@ -106,7 +115,10 @@ class Advise:
             f"{link.round_seconds * 1e6:.0f} us per round, {link.world_size} ranks"
         )
         sizes = self.numel, self.density, link.world_size, self.ranks_per_host
-        _print_advice(Scenario(*sizes, network, compute, backward), machine, self.optimizer)
+        scenario = Scenario(*sizes, network, compute, backward)
+        _print_advice(scenario, machine, self.optimizer)
+        if length:
+            _print_training(scenario, machine, length)
         return 0
 
 
@@ -119,6 +131,35 @@ def _print_advice(scenario: Scenario, machine: Machine, optimizer: Optimizer | N
     kinds: list[Optimizer] = ["adamw", "lamb"] if optimizer is None else [optimizer] if optimizer != "sgd" else []
     for sentence in [*said, *(recommend_updates(scenario, machine, kind) for kind in kinds)]:
         console().print(sentence, markup=False, soft_wrap=True)
+
+
+def _length(steps: int, warmup_steps: int) -> Length | None:
+    """Of the training that is asked about, if one is."""
+    from oktopk.bench.training_time import Length
+
+    if warmup_steps and not steps:
+        raise ConfigError("--warmup-steps is about a whole training: give its --steps too.")
+    return Length(steps, warmup_steps) if steps else None
+
+
+def _print_training(scenario: Scenario, machine: Machine, length: Length) -> None:
+    from oktopk.bench.training_time import DENSE, predict_trainings, recommend_training
+
+    found = predict_trainings(scenario, machine, length)
+    dense = next(one for one in found if one.name == DENSE)
+    rows = [
+        {
+            "whole training": one.name,
+            "time": duration_text(one.seconds),
+            "speed-up": round(dense.seconds / one.seconds, 2),
+            "dense steps": one.dense_steps,
+            "sent per rank": bytes_text(one.bytes_per_rank),
+            "fewer": round(dense.bytes_per_rank / max(1.0, one.bytes_per_rank), 1),
+        }
+        for one in found
+    ]
+    console().print(table(f"{length.steps:,} steps", rows))
+    console().print(recommend_training(scenario, machine, length), markup=False, soft_wrap=True)
 
 
 def _print_plan(scenario: Scenario, machine: Machine) -> None:
