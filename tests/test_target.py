@@ -38,6 +38,7 @@ from oktopk.bench.target.results import Results, collect, read_target, write_tar
 from oktopk.bench.target.schedule import WHOLE, Schedule
 from oktopk.bench.target.training import Job, Samples, Seen, evaluation_steps
 from oktopk.cli import main
+from oktopk.cli.bench_target import BenchTarget
 from oktopk.errors import ClusterError, ConfigError, DataError
 from oktopk.training.run_directory import STEPS, read_json, read_jsonl, write_json
 from oktopk.workloads.base import Recipe
@@ -110,24 +111,27 @@ def test_a_replay_has_every_evaluation_at_its_time_and_bytes() -> None:
     assert deviation(Measured("register", 2, "10mbit", 0, tuple(moments(9.0, 3.0))), replayed) == pytest.approx(0.1)
 
 
-def test_steps_that_set_things_up_are_not_part_of_the_mean() -> None:
-    samples = Samples(settles=2)
-    for kind, seconds in (("dense", 9), ("dense", 1), ("exchange", 9), ("exchange", 9), ("exchange", 2), ("final", 3)):
-        samples.add(Seen(0, kind, 0.0, 0.0, float(seconds), 100 * seconds))
+def seen(kind: str, seconds: float) -> Seen:
+    return Seen(0, kind, 0.0, 0.0, seconds, round(100 * seconds))
+
+
+def test_what_a_step_of_a_kind_takes_is_the_mean() -> None:
+    samples = Samples()
+    samples.add_all([seen("dense", 1), seen("exchange", 2), seen("exchange", 4), seen("final", 3)])
     found = samples.costs()
-    assert found["seconds"] == {"dense": 1.0, "exchange": 2.0, "final": 3.0}
-    assert found["bytes"] == {"dense": 100.0, "exchange": 200.0, "final": 300.0}
+    assert found["seconds"] == {"dense": 1.0, "exchange": 3.0, "final": 3.0}
+    assert found["bytes"] == {"dense": 100.0, "exchange": 300.0, "final": 300.0}
+    assert (found["fastest"]["exchange"], found["slowest"]["exchange"], found["samples"]["exchange"]) == (2, 4, 2)
 
 
-def test_every_kind_is_timed_at_least_three_times_however_late_it_is() -> None:
-    samples = Samples(settles=1)
-    for _ in range(3):
-        samples.add(Seen(0, "exchange", 0.0, 0.0, 1.0, 1))
-    assert not samples.is_enough({"exchange"}, is_late=True)
-    samples.add(Seen(0, "exchange", 0.0, 0.0, 1.0, 1))
-    assert samples.is_enough({"exchange"}, is_late=True)
-    assert not samples.is_enough({"exchange"}, is_late=False)
-    assert not samples.is_enough({"exchange", "local"}, is_late=True)
+def test_every_kind_is_timed_at_least_so_often_however_late_it_is() -> None:
+    samples = Samples()
+    samples.add_all([seen("exchange", 1), seen("exchange", 1)])
+    assert not samples.is_enough({"exchange"}, 3, is_late=True)
+    samples.add_all([seen("exchange", 1)])
+    assert samples.is_enough({"exchange"}, 3, is_late=True)
+    assert not samples.is_enough({"exchange"}, 3, is_late=False)
+    assert not samples.is_enough({"exchange", "local"}, 3, is_late=True)
 
 
 # -- the target ------------------------------------------------------------------------------------------------------
@@ -300,6 +304,12 @@ def test_bad_input_is_refused_before_anything_starts(
     assert not list(tmp_path.iterdir())
 
 
+def test_the_command_of_a_table_makes_all_of_it_wherever_it_was_kept(tmp_path: Path) -> None:
+    made = BenchTarget("vision", seeds=1, contenders=("ddp dense", "updates"), parts=("trainings",), runs=tmp_path)
+    assert made.command() == "oktopk bench target vision --contenders 'ddp dense' updates --seeds 1"
+    assert BenchTarget().command() == "oktopk bench target gpt"
+
+
 def test_an_unknown_workload_is_refused(capsys: Any) -> None:
     assert main(["bench", "target", "gtp"]) == 2
     assert "Did you mean 'gpt'" in capsys.readouterr().err
@@ -371,12 +381,19 @@ def test_the_page_has_a_table_for_every_network_with_its_command_and_what_is_mis
     text = write_page(tmp_path / "docs").read_text()
     assert text.count("`oktopk bench target gpt`") == 4  # two networks, bytes, measured beside replayed
     assert "| **updates** | reached | 4.75 s | 10 |" in text
-    assert "updates at 1gbit (2 hosts)" in text  # trained, not timed
+    assert "- Trained, but not timed yet with 2 hosts at 1gbit: updates." in text
+    assert "- Seeds so far" not in text
     assert "sparseloco" in text.partition("Not trained")[2]
     figures = {path.name for path in (tmp_path / "docs" / "img").iterdir()}
     assert figures == {f"target-gpt-tiny-2-{what}.svg" for what in ("10mbit", "1gbit", "bytes")}
     assert "-76.2%" in text  # 4.75 s replayed, 20 s as the run directory says
     assert "**more than 10%**" in text
+
+
+def test_the_page_says_how_many_seeds_are_still_to_come(tmp_path: Path) -> None:
+    results = results_of(tmp_path)
+    write_target(tmp_path / "docs" / "bench" / "target-gpt-tiny.json", replace(results, seeds=3))
+    assert "- Seeds so far with 2 hosts, of 3: ddp dense 2, updates 2." in write_page(tmp_path / "docs").read_text()
 
 
 # -- from end to end -------------------------------------------------------------------------------------------------

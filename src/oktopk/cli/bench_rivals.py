@@ -22,7 +22,7 @@ class BenchRivals:
       oktopk bench rivals --rival sparta --settings share 0.05 --preset tiny --epochs 1 --lr 0.004 --workers 2
     """
 
-    rival: str = "sparseloco"  # sparseloco, sparta or diloco
+    rival: str = "sparseloco"  # sparseloco, sparta, diloco or sparta_diloco
     every: int = 1  # local steps between synchronisations
     settings: dict[str, float] = field(default_factory=dict)  # of the rival, instead of the published ones
     workload: str = "gpt"  # what to train, as in oktopk train

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import tyro
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from oktopk.cli.arguments import field_types, to_flags
 from oktopk.cli.console import bytes_text, console, duration_text, table
 from oktopk.errors import ConfigError
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from oktopk.bench.target.replay import Standing
     from oktopk.bench.target.results import Results
 
+_NOT_OF_THE_SWEEP = ("parts", "runs")
 _LINE_SECONDS = 30.0  # between two lines where there is no bar
 
 
@@ -73,11 +74,18 @@ class BenchTarget:
         require_emulation(wanted)
         with _progress(len(wanted)) as hear:
             make_all(wanted, hear)
-        results = collect(sweep, target, _command())
+        results = collect(sweep, target, self.command())
         _print(results)
         if self.docs:
             self._write_page(self.docs, results)
         return 0
+
+    def command(self) -> str:
+        """What makes all of it again: without what one call did of it, and where it was kept."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NOT_OF_THE_SWEEP}
+        said = {name: value for name, value in values.items() if value != getattr(type(self), name)}
+        workload = said.pop("workload", self.workload)
+        return shlex.join(["oktopk", "bench", "target", workload, *to_flags(said, field_types(type(self)))])
 
     def _sweep(self) -> Sweep:
         from oktopk.bench.network import Network
@@ -184,7 +192,3 @@ def _row(one: Standing, metric: str) -> dict[str, Any]:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
-
-
-def _command() -> str:
-    return shlex.join(["oktopk", *sys.argv[1:]])

@@ -86,23 +86,29 @@ def _rates(results: Results) -> list[str]:
 
 def _missing(results: Results) -> list[str]:
     """What is not known must not look as if it were fine."""
-    seeds = {
-        hosts: {name: sum((t.contender, t.hosts) == (name, hosts) for t in results.trained) for name in CONTENDERS}
-        for hosts in results.hosts
-    }
     lines = []
-    for hosts, counts in seeds.items():
-        absent = [name for name, count in counts.items() if count == 0]
-        if absent and not results.is_measured:
-            lines.append(f"Not trained with {hosts} hosts: {', '.join(absent)}.")
-    untimed = [
-        f"{name} at {network} ({hosts} hosts)"
-        for hosts in results.hosts for name in results.contenders(hosts) for network in results.networks
-        if not results.runs(name, hosts, network)
-    ]  # fmt: skip
-    if untimed:
-        lines.append(f"Trained, but not timed yet: {', '.join(untimed)}.")
-    return [*lines, ""] if lines else []
+    for hosts in results.hosts:
+        seeds = {name: results.seeds_of(name, hosts) for name in CONTENDERS}
+        absent = [name for name, count in seeds.items() if count == 0]
+        fewer = [f"{name} {count}" for name, count in seeds.items() if 0 < count < results.seeds]
+        if absent:
+            lines.append(f"- Not trained with {hosts} hosts: {', '.join(absent)}.")
+        if fewer:
+            lines.append(f"- Seeds so far with {hosts} hosts, of {results.seeds}: {', '.join(fewer)}.")
+        lines += _untimed(results, hosts)
+    return ["What is missing, the command adds:", "", *lines, ""] if lines else []
+
+
+def _untimed(results: Results, hosts: int) -> list[str]:
+    found = {
+        network: [name for name in results.contenders(hosts) if not results.runs(name, hosts, network)]
+        for network in results.networks
+    }
+    return [
+        f"- Trained, but not timed yet with {hosts} hosts at {network}: {', '.join(names)}."
+        for network, names in found.items()
+        if names
+    ]
 
 
 def _hosts(docs: Path, results: Results, hosts: int) -> list[str]:

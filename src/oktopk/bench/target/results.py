@@ -39,6 +39,7 @@ class Results:
     metric: str
     lower_is_better: bool
     target: float | None  # None: what dense reaches
+    seeds: int  # that were asked for
     networks: Mapping[str, float]  # label: bits per second
     trained: tuple[Trained, ...]
     costs: tuple[Costs, ...]
@@ -54,6 +55,9 @@ class Results:
 
     def _ran(self) -> list[tuple[str, int, int]]:
         return [_who(one) for one in self.trained] + [_who(one) for one in self.measured]
+
+    def seeds_of(self, contender: str, hosts: int) -> int:
+        return len({seed for name, there, seed in self._ran() if (name, there) == (contender, hosts)})
 
     def goal(self, hosts: int) -> Goal:
         runs = self.measured if self.is_measured else ()
@@ -111,7 +115,8 @@ def collect(sweep: Sweep, target: float | None, command: str) -> Results:
     about = RunDirectory.open(trainings[0].path).config
     return Results(
         command, describe_machine(), sweep.workload, about["preset"], about["parameters"], about["metric"],
-        about["lower_is_better"], target, {one.label: one.bits_per_second or 0.0 for one in sweep.networks},
+        about["lower_is_better"], target, sweep.seeds,
+        {one.label: one.bits_per_second or 0.0 for one in sweep.networks},
         tuple(piece.trained() for piece in trainings if piece.network is None),
         tuple(piece.costs() for piece in there if isinstance(piece, Timing)),
         tuple(piece.crossing() for piece in trainings if piece.network is not None), sweep.measured,

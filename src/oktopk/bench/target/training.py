@@ -7,7 +7,7 @@ to find it is not part of the time of a training, nor of its bytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from oktopk.bench.rank import RankContext
 from oktopk.bench.target.contenders import CONTENDERS, Participant, Setting
-from oktopk.bench.target.schedule import DENSE, FINAL, WHOLE
+from oktopk.bench.target.schedule import FINAL, WHOLE
 from oktopk.errors import NonFiniteError
 from oktopk.training.config import TrainConfig
 from oktopk.training.evaluation import validate
@@ -34,7 +34,8 @@ from oktopk.workloads.base import Recipe, Workload
 
 EVALUATIONS = "evaluations.jsonl"
 BRIEF_CYCLE = 4  # steps from exchange to exchange while they are timed
-LEAST_CYCLES, MOST_CYCLES = 3, 40
+LEAST_CYCLES, MOST_CYCLES = 3, 60
+SETTLING = 0.25  # of the time, before what counts: buffers of a link that lay idle take the first messages at once
 NEWS_SECONDS = 0.5  # between two words on how far it is
 
 
@@ -233,18 +234,20 @@ class _Run:
 def time_steps(context: RankContext, job: Mapping[str, Any], dense_steps: int, seconds: float) -> None:
     """Measure what steps of each kind take and send; rank 0 emits it."""
     training = Training(Job(**job), context, is_counted=True, brief=dense_steps)
-    schedule, samples = training.schedule, Samples(training.participant.settles)
+    schedule, samples, settling = training.schedule, Samples(), Samples()
     start = 0 if schedule.start == WHOLE else schedule.start
-    for _ in range(start):
-        samples.add(training.step())
+    settling.add_all(training.step() for _ in range(min(start, 1)))  # the first one sets things up
+    samples.add_all(training.step() for _ in range(start - 1))
     wanted = {schedule.kind(start + n) for n in range(schedule.cycle)}
-    started = monotonic()
-    while not training.world.announce(samples.is_enough(wanted, monotonic() - started > seconds)):
-        for _ in range(schedule.cycle):
-            samples.add(training.step())
+    for heard, least, limit in (
+        (settling, training.participant.settles, SETTLING * seconds),
+        (samples, LEAST_CYCLES, seconds),
+    ):
+        started = monotonic()
+        while not training.world.announce(heard.is_enough(wanted, least, monotonic() - started > limit)):
+            heard.add_all(training.step() for _ in range(schedule.cycle))
     final = training.finish()
-    if final is not None:
-        samples.add(final)
+    samples.add_all([final] if final is not None else [])
     if context.rank == 0:
         context.emit(**samples.costs(), parameters=training.parameters)
     training.close()
@@ -252,31 +255,26 @@ def time_steps(context: RankContext, job: Mapping[str, Any], dense_steps: int, s
 
 @dataclass
 class Samples:
-    """Steps that were timed, by kind. The first of each kind still set things up."""
+    """Steps that were timed, by kind."""
 
-    settles: int
     seen: dict[str, list[Seen]] = field(default_factory=dict)
 
-    def add(self, seen: Seen) -> None:
-        self.seen.setdefault(seen.kind, []).append(seen)
+    def add_all(self, steps: Iterable[Seen]) -> None:
+        for seen in steps:
+            self.seen.setdefault(seen.kind, []).append(seen)
 
-    def is_enough(self, wanted: Collection[str], is_late: bool) -> bool:
+    def is_enough(self, wanted: Collection[str], least: int, is_late: bool) -> bool:
         """Whether these kinds were seen often enough, or as often as there is time for."""
-        fewest = min(len(self.seen.get(kind, ())) - self._skipped(kind) for kind in wanted)
-        return fewest >= MOST_CYCLES or (is_late and fewest >= LEAST_CYCLES)
+        fewest = min(len(self.seen.get(kind, ())) for kind in wanted)
+        return fewest >= MOST_CYCLES or (is_late and fewest >= least)
 
     def costs(self) -> dict[str, dict[str, float]]:
         """Means, since what a whole training takes is their sum; and the extremes."""
-        kept = {kind: steps[self._skipped(kind) :] for kind, steps in self.seen.items()}
-        times = {kind: [seen.seconds for seen in steps] for kind, steps in kept.items()}
+        times = {kind: [seen.seconds for seen in steps] for kind, steps in self.seen.items()}
         return {
             "seconds": {kind: mean(one) for kind, one in times.items()},
             "fastest": {kind: min(one) for kind, one in times.items()},
             "slowest": {kind: max(one) for kind, one in times.items()},
-            "bytes": {kind: mean(seen.bytes_sent for seen in steps) for kind, steps in kept.items()},
+            "bytes": {kind: mean(seen.bytes_sent for seen in steps) for kind, steps in self.seen.items()},
             "samples": {kind: float(len(one)) for kind, one in times.items()},
         }
-
-    def _skipped(self, kind: str) -> int:
-        """How many set things up; what ends a training comes once."""
-        return 0 if kind == FINAL else 1 if kind == DENSE else self.settles
