@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
-from torch.optim import Optimizer
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from oktopk.bench.rivals import RIVALS, Rival
+from oktopk.bench.training_step import clip_of, take_step
 from oktopk.errors import ConfigError, nearest
 from oktopk.training.config import TrainConfig
 from oktopk.training.evaluation import validate
@@ -75,28 +75,18 @@ def require_rival(name: str, every: int) -> None:
 
 def _train(model: nn.Module, workload: Workload, recipe: Recipe, rival: Rival, every: int, world: World) -> int:
     """All epochs; how many steps they had."""
-    optimizer = make_optimizer(recipe, model.parameters())
+    optimizer, clip = make_optimizer(recipe, model.parameters()), clip_of(recipe, model)
     per_epoch, step = workload.steps_per_epoch(world.world_size), 0
     model.train()
     for epoch in range(recipe.epochs):
         for batch in workload.batches(epoch, world.rank, world.world_size):
             rate = learning_rate(recipe, step, per_epoch, world.world_size)
-            _step(model, workload, recipe, optimizer, batch, rate)
+            take_step(workload, model, optimizer, batch, rate, clip)
             step += 1
             if step % every == 0:
                 _apply(rival.synchronize_, model)
     _apply(rival.finish_, model)
     return step
-
-
-def _step(model: nn.Module, workload: Workload, recipe: Recipe, optimizer: Optimizer, batch: Any, rate: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-    optimizer.zero_grad()
-    workload.loss(model, batch).backward()
-    if recipe.norm_clip:
-        clip_grad_norm_(model.parameters(), recipe.norm_clip)
-    optimizer.step()
 
 
 def _weights(model: nn.Module) -> Any:

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad_norm_
 
 from oktopk.bench.contenders import DEFAULT_CAP_MB, SINGLE_BUCKET_MB
 from oktopk.bench.rivals import RIVALS
 from oktopk.bench.target.bf16_hook import bf16_hook
 from oktopk.bench.target.schedule import WHOLE, Schedule
+from oktopk.bench.training_step import Steps, clip_of
 from oktopk.config import AUTO
 from oktopk.errors import ConfigError, nearest
 from oktopk.front_ends.ddp import register
@@ -30,17 +30,6 @@ from oktopk.workloads.base import Recipe
 
 DENSE_NAME, OURS = "ddp dense", "updates"
 POWERSGD_START = 0.1  # of all steps stay dense at first, as torch recommends
-
-
-class Steps(Protocol):
-    """What of an optimizer a training needs."""
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]: ...
-
-    def zero_grad(self) -> None: ...
-
-    def step(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -120,12 +109,7 @@ def _wrapped(setting: Setting, cap_mb: int) -> DistributedDataParallel:
 
 def _stepping(setting: Setting, ddp: DistributedDataParallel) -> Participant:
     optimizer = make_optimizer(setting.recipe, setting.model.parameters())
-    return Participant(ddp, optimizer, _clip(setting))
-
-
-def _clip(setting: Setting) -> Callable[[], object]:
-    limit = setting.recipe.norm_clip
-    return partial(clip_grad_norm_, list(setting.model.parameters()), limit) if limit else lambda: None
+    return Participant(ddp, optimizer, clip_of(setting.recipe, setting.model))
 
 
 # -- updates ---------------------------------------------------------------------------------------------------------
@@ -149,7 +133,9 @@ def _rival(setting: Setting, name: str, settings: Mapping[str, float]) -> Partic
             rival.synchronize_(own)
 
     optimizer = make_optimizer(setting.recipe, setting.model.parameters())
-    return Participant(setting.model, optimizer, _clip(setting), exchange, lambda: rival.finish_(own))
+    return Participant(
+        setting.model, optimizer, clip_of(setting.recipe, setting.model), exchange, lambda: rival.finish_(own)
+    )
 
 
 @torch.no_grad()

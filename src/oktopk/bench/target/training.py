@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from oktopk.bench.rank import RankContext
 from oktopk.bench.target.contenders import CONTENDERS, Participant, Setting
 from oktopk.bench.target.schedule import FINAL, WHOLE
+from oktopk.bench.training_step import take_step
 from oktopk.errors import NonFiniteError
 from oktopk.training.config import TrainConfig
 from oktopk.training.evaluation import validate
@@ -117,15 +118,9 @@ class Training:
         """The next one."""
         started, before = perf_counter(), self._sent()
         taken, rate = self.participant, learning_rate(self.recipe, self.done, self.per_epoch, self.world.world_size)
-        for group in taken.optimizer.param_groups:
-            group["lr"] = rate
-        taken.optimizer.zero_grad()
-        loss = self.workload.loss(taken.model, next(self._batches))
-        loss.backward()
-        taken.clip()
-        taken.optimizer.step()
+        loss = take_step(self.workload, taken.model, taken.optimizer, next(self._batches), rate, taken.clip)
         taken.exchange(self.done)
-        seen = float(loss.detach())
+        seen = float(loss)
         seconds, sent = perf_counter() - started, self._sent() - before
         self.done += 1
         return Seen(self.done - 1, self.schedule.kind(self.done - 1), seen, rate, seconds, sent)
