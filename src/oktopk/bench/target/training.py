@@ -34,7 +34,7 @@ from oktopk.transport.torch_dist import TorchTransport
 from oktopk.workloads.base import Recipe, Workload
 
 EVALUATIONS = "evaluations.jsonl"
-BRIEF_CYCLE = 4  # steps from exchange to exchange while they are timed
+BRIEF_CYCLE = 12  # steps from exchange to exchange while they are timed: few exchanges, many of those between
 LEAST_CYCLES, MOST_CYCLES = 3, 60
 SETTLING = 0.25  # of the time, before what counts: buffers of a link that lay idle take the first messages at once
 NEWS_SECONDS = 0.5  # between two words on how far it is
