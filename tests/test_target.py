@@ -393,7 +393,7 @@ def test_the_page_has_a_table_for_every_network_with_its_command_and_what_is_mis
 def test_the_page_says_how_many_seeds_are_still_to_come(tmp_path: Path) -> None:
     results = results_of(tmp_path)
     write_target(tmp_path / "docs" / "bench" / "target-gpt-tiny.json", replace(results, seeds=3))
-    assert "- Seeds so far with 2 hosts, of 3: ddp dense 2, updates 2." in write_page(tmp_path / "docs").read_text()
+    assert "- Seeds so far with 2 hosts, of 3: all contenders 2." in write_page(tmp_path / "docs").read_text()
 
 
 # -- from end to end -------------------------------------------------------------------------------------------------

@@ -90,11 +90,14 @@ def _missing(results: Results) -> list[str]:
     for hosts in results.hosts:
         seeds = {name: results.seeds_of(name, hosts) for name in CONTENDERS}
         absent = [name for name, count in seeds.items() if count == 0]
-        fewer = [f"{name} {count}" for name, count in seeds.items() if 0 < count < results.seeds]
+        fewer = {name: count for name, count in seeds.items() if 0 < count < results.seeds}
         if absent:
             lines.append(f"- Not trained with {hosts} hosts: {', '.join(absent)}.")
         if fewer:
-            lines.append(f"- Seeds so far with {hosts} hosts, of {results.seeds}: {', '.join(fewer)}.")
+            counts = ", ".join(f"{name} {count}" for name, count in fewer.items())
+            alike = len(set(fewer.values())) == 1 and len(fewer) == len(results.contenders(hosts))
+            all_have = f"all contenders {next(iter(fewer.values()))}"
+            lines.append(f"- Seeds so far with {hosts} hosts, of {results.seeds}: {all_have if alike else counts}.")
         lines += _untimed(results, hosts)
     return ["What is missing, the command adds:", "", *lines, ""] if lines else []
 
