@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -134,8 +134,14 @@ def _line_section(runs: Sequence[StepRun]) -> list[str]:
         "",
     ]
     lines += [*markdown_table(_line_row(header, results) for header, results in runs), ""]
-    processors = ", ".join(dict.fromkeys(f"{h.machine['processor']}, {h.machine['cores']} cores" for h, _ in runs))
-    return [*lines, f"Measured on {processors}:", "", *(f"- `{header.command}`" for header, _ in runs), ""]
+    return [*lines, *_measured(header for header, _ in runs)]
+
+
+def _measured(headers: Iterable[Header]) -> list[str]:
+    """On which machines, by which commands."""
+    runs = list(headers)
+    processors = ", ".join(dict.fromkeys(f"{run.machine['processor']}, {run.machine['cores']} cores" for run in runs))
+    return [f"Measured on {processors}:", "", *(f"- `{run.command}`" for run in runs), ""]
 
 
 def _line_row(header: Header, results: Sequence[StepResult]) -> dict[str, Any]:
@@ -205,7 +211,7 @@ def _sizes_section(docs: Path) -> list[str]:
     if not sizes:
         return []
     header = read_results(docs / "bench" / "sizes.jsonl")[0]
-    lines = ["## Short and long vectors", "", f"`{header.command}`", "", *(f"- {note}" for note in header.notes), ""]
+    lines = ["## Short and long vectors", "", *_measured([header])[:-1], *(f"- {note}" for note in header.notes), ""]
     lines += ["`oktopk.register(ddp, density=0.01)` takes *topka* where rounds cost more than volume, by rule, or from"]
     lines += ["a million parameters on by trying both: the table assumes that it then finds the faster one.", ""]
     return [*lines, *markdown_table(size.row() for size in sizes), ""]
@@ -234,8 +240,8 @@ def _overlap_section(docs: Path) -> list[str]:
     runs = _overlaps(docs)
     if not runs:
         return []
-    commands = [f"- `{header.command}`" for header, _ in runs]
-    lines = ["## Overlap with backward", "", *commands, "", *markdown_table(_overlap_row(*run) for run in runs), ""]
+    lines = ["## Overlap with backward", "", *_measured(header for header, _ in runs)]
+    lines += [*markdown_table(_overlap_row(*run) for run in runs), ""]
     lines += ["*waiting* is the part of the synchronisation that is not processor time. Where every rank has one core,"]
     return [*lines, "that is all that can be hidden: the rest takes the core from backward.", ""]
 
