@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from oktopk.algorithms.base import less
 from oktopk.kernels import Kernels, ReferenceKernels
 from oktopk.types import Difference, SparseVector, to_dense
 
@@ -305,6 +306,28 @@ class DenseContract(Contract):
         sent, _ = SPEC.select_topk(difference, 20)
         kernels.move_(difference, sent, sent)
         assert torch.equal(torch.cat(difference.own), own)
+
+    @pytest.mark.parametrize("sizes", [[3000], [7, 1000, 1, 1992], [500] * 6], ids=str)
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    def test_neighbours_are_picked_and_moved_as_if_each_came_alone(
+        self, kernels: Kernels, sizes: list[int], dtype: torch.dtype
+    ) -> None:
+        kept = torch.rand(3000 // 20, generator=torch.Generator().manual_seed(1)) < 0.5
+        indices = kept.repeat_interleave(20).nonzero().flatten().int()[3:]  # runs that begin anywhere
+        ours, theirs = differing(sizes, dtype), differing(sizes, dtype)
+        picked = kernels.pick(ours, indices)
+        assert torch.equal(picked.values, to_dense(theirs)[indices.long()])
+        assert torch.equal(kernels.pick(ours.shared, indices).values, ours.shared[indices.long()])
+        mean = picked.with_values(picked.values / 3)
+        lost = picked.at(torch.arange(5, picked.nnz, 7))
+        some = picked.at(torch.arange(0, picked.nnz, 2))
+        for sent in (picked, some, SparseVector.empty(3000, ours.shared), less(picked, lost), less(some, lost)):
+            change = kernels.move_(ours, mean, sent)
+            assert change == pytest.approx(SPEC.move_(theirs, mean, sent), rel=1e-4, abs=1e-4)
+            assert torch.equal(ours.shared, theirs.shared)
+            torch.testing.assert_close(torch.cat(ours.own), torch.cat(theirs.own))
+            for own, expected in zip(ours.own, theirs.own, strict=True):
+                own.copy_(expected)  # of an index that is sent twice the order of sums is anyone's
 
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_entries_at_indices_are_picked_from_vectors_and_differences(

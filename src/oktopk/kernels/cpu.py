@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from oktopk.kernels.cpu_sizes import DIGIT, LINE_BYTES, TILE, WINDOW, WORD
+from oktopk.kernels.cpu_sizes import DIGIT, LINE_BYTES, STRIPE, STRIPES, TILE, WINDOW, WORD
 from oktopk.kernels.cpu_team import Team
 from oktopk.kernels.linking import Library
 from oktopk.kernels.reference import ReferenceKernels
@@ -86,7 +86,9 @@ class CpuKernels(ReferenceKernels):
     def scan(self, difference: Difference, k: int = 0) -> float:
         if not _is_plain(difference):
             return super().scan(difference, k)
-        energy = self._scan_and_remember(_Subtraction.of(difference), max(1, k))
+        entries = _Subtraction.of(difference)
+        # One entry or none will be asked for: not worth a sample. If it is, another scan will find it.
+        energy = self._scan_and_remember(entries, k) if k > 1 else self._scan(entries, 1, int(_NEVER))[0]
         # Squares are summed in the precision of the entries: those of huge ones overflow.
         return energy if isfinite(energy) else super().scan(difference, k)
 
@@ -189,11 +191,15 @@ class CpuKernels(ReferenceKernels):
         for changed in (difference.shared, *difference.own):
             written(changed)
         indices, values = _numpy(sent.indices), _numpy(sent.values)
-        placed, taken, change = sparse.move(*terms, _numpy(mean.indices), _numpy(mean.values), indices, values)
-        rest = sparse.take_from_difference(*terms, indices[taken:], values[taken:])
-        if placed < mean.nnz or np.isnan(rest):
+        tiles = (self._buffer(use, values.dtype, TILE) for use in ("rests", "extras"))
+        placed, second, *taken, change = sparse.move(
+            *terms, _numpy(mean.indices), _numpy(mean.values), indices, values, *tiles
+        )
+        for rest in (slice(taken[0], second), slice(taken[1], None)):
+            change += sparse.take_from_difference(*terms, indices[rest], values[rest])
+        if placed < mean.nnz or np.isnan(change):
             raise IndexError(f"mean or sent name entries outside of a vector of {difference.numel()}.")
-        return float(change + rest)
+        return float(change)
 
     def fill_(self, pieces: Sequence[Tensor], vector: SparseVector) -> None:
         if not all(piece.is_contiguous() and piece.dtype == pieces[0].dtype for piece in pieces):
@@ -435,13 +441,19 @@ class _Subtraction:
         return int(loops.sample_sum(*self.terms, -1, SEED, keys.view(self.shared.dtype)))
 
     def scan(self, start: int, stop: int, key: Any, indices: Any, values: Any) -> tuple[float, int, bool]:
-        energy, count, at = loops.subtract_compact(*self.terms, start, stop, key, indices, values, 0)
-        rest, _, _ = loops.subtract_compact(*self.terms, at, stop, _NEVER, indices, values, 0)
+        words = self._words()
+        energy, count, at = loops.subtract_compact(*self.terms, start, stop, key, indices, values, 0, words)
+        rest, _, _ = loops.subtract_compact(*self.terms, at, stop, _NEVER, indices, values, 0, words)
         return energy + rest, count, at == stop
 
     def scan_largest(self, key: Any, k: int, indices: Any, values: Any, counters: Any) -> tuple[float, int]:
-        energy, count = loops.subtract_compact_largest(*self.terms, key, k, indices, values, counters)
+        energy, count = loops.subtract_compact_largest(*self.terms, key, k, indices, values, counters, self._words())
         return energy, count
+
+    @staticmethod
+    def _words() -> np.ndarray:
+        """What one thread compares at once."""
+        return np.empty(STRIPES * STRIPE // WORD, np.uint64)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np.arrayobj import populate_array
 
-from oktopk.kernels.cpu_sizes import LINE_BYTES, WORD
+from oktopk.kernels.cpu_sizes import LINE_BYTES, RUN, STRIPES, WORD
 
 _I8, _I16, _I32, _I64 = (ir.IntType(width) for width in (8, 16, 32, 64))
 _DOUBLE = ir.DoubleType()
@@ -43,13 +43,16 @@ def mask_at_least(typing: Any, bits: Any, start: Any, key: Any) -> Any:
 
 @intrinsic
 def prefetch(typing: Any, array: Any, at: Any) -> Any:
-    """Ask for the cache line of array[at]; never faults, even out of bounds."""
+    """Ask for the cache line of array[at]; never faults, even out of bounds.
+
+    Into the second-level cache: the first has too few places for lines that are still on their way.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         address = builder.bitcast(builder.gep(_data(context, builder, signature, args), [args[1]]), _I8.as_pointer())
         kind = ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), _I32, _I32, _I32])
         function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        builder.call(function, [address, ir.Constant(_I32, 0), ir.Constant(_I32, 3), ir.Constant(_I32, 1)])
+        builder.call(function, [address, ir.Constant(_I32, 0), ir.Constant(_I32, 2), ir.Constant(_I32, 1)])
         return context.get_dummy_value()
 
     return types.void(array, types.intp), generate
@@ -116,13 +119,7 @@ def _combine_word(operation: str, store: str, precise: bool = True) -> Any:
                 word = builder.or_(word, builder.shl(few, ir.Constant(_I64, start)))
                 factor = total if wide == floats or width == 64 else builder.fpext(total, doubles)
                 squares = builder.fadd(squares, builder.fmul(factor, factor, flags=_ANY_ORDER), flags=_ANY_ORDER)
-            kind = ir.FunctionType(wide.element, [wide.element, wide])
-            name = f"llvm.vector.reduce.fadd.v{lanes}f{64 if precise else width}"
-            add_up = cgutils.get_or_insert_function(builder.module, kind, name)
-            energy = builder.call(add_up, [ir.Constant(wide.element, 0.0), squares], fastmath=_ANY_ORDER)
-            if wide.element != _DOUBLE:
-                energy = builder.fpext(energy, _DOUBLE)
-            return context.make_tuple(builder, result, [word, energy])
+            return context.make_tuple(builder, result, [word, _add_up(builder, squares)])
 
         return result(out, types.intp, residual, grad, types.intp, bits), generate
 
@@ -134,6 +131,119 @@ def _combine_word(operation: str, store: str, precise: bool = True) -> Any:
 add_word = _combine_word("fadd", "near")
 add_word_past = _combine_word("fadd", "past")  # out[at] begins a cache line; written as by `stream_line`
 subtract_word = _combine_word("fsub", "nowhere", precise=False)  # of residual - grad; `out` is not looked at
+
+
+@intrinsic
+def is_run(typing: Any, indices: Any, at: Any) -> Any:
+    """Whether the RUN integers from indices[at] on follow one another."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        entries = _load_run(context, builder, signature, args, 0, args[1])
+        first = _splat(builder, builder.extract_element(entries, ir.Constant(_I32, 0)), entries.type)
+        return _all_equal(builder, entries, builder.add(first, ir.Constant(entries.type, list(range(RUN)))))
+
+    return types.boolean(indices, types.intp), generate
+
+
+@intrinsic
+def are_same(typing: Any, one: Any, at: Any, other: Any, other_at: Any) -> Any:
+    """Whether the RUN integers from one[at] and from other[other_at] on are the same."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pair = (_load_run(context, builder, signature, args, which, args[which + 1]) for which in (0, 2))
+        return _all_equal(builder, *pair)
+
+    return types.boolean(one, types.intp, other, types.intp), generate
+
+
+@intrinsic
+def copy_run(typing: Any, out: Any, at: Any, source: Any, source_at: Any) -> Any:
+    """out[at + i] = source[source_at + i] for RUN entries."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        entries = _load_run(context, builder, signature, args, 2, args[3])
+        _store_run(context, builder, signature, args, 0, entries, args[1])
+        return context.get_dummy_value()
+
+    return types.void(out, types.intp, source, types.intp), generate
+
+
+@intrinsic
+def subtract_run(typing: Any, out: Any, at: Any, one: Any, one_at: Any, other: Any, other_at: Any) -> Any:
+    """out[at + i] = one[one_at + i] - other[other_at + i] for RUN entries."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        terms = (_load_run(context, builder, signature, args, which, args[which + 1]) for which in (2, 4))
+        _store_run(context, builder, signature, args, 0, builder.fsub(*terms), args[1])
+        return context.get_dummy_value()
+
+    return types.void(out, types.intp, one, types.intp, other, types.intp), generate
+
+
+@intrinsic
+def move_run(
+    typing: Any, shared: Any, at: Any, own: Any, own_at: Any, mean: Any, mean_at: Any, rest: Any, rest_at: Any
+) -> Any:
+    """shared -= mean and own -= rest for RUN entries; how the sum of squares of shared - own changed."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        theirs, mine, *changes = (
+            _load_run(context, builder, signature, args, which, args[which + 1]) for which in (0, 2, 4, 6)
+        )
+        after, left = builder.fsub(theirs, changes[0]), builder.fsub(mine, changes[1])
+        _store_run(context, builder, signature, args, 0, after, args[1])
+        _store_run(context, builder, signature, args, 2, left, args[3])
+        doubles = ir.VectorType(_DOUBLE, RUN)
+        squares = []
+        for pair in ((after, left), (theirs, mine)):
+            difference = builder.fsub(*(_widened(builder, vector, doubles) for vector in pair))
+            squares.append(builder.fmul(difference, difference, flags=_ANY_ORDER))
+        return _add_up(builder, builder.fsub(*squares, flags=_ANY_ORDER))
+
+    result = types.float64(shared, types.intp, own, types.intp, mean, types.intp, rest, types.intp)
+    return result, generate
+
+
+@intrinsic
+def compare_stripes(
+    typing: Any, shared: Any, at: Any, own: Any, own_at: Any, apart: Any, key: Any, words: Any, word: Any
+) -> Any:
+    """Compare a word of shared - own in each of STRIPES places, which are `apart` words from one another.
+
+    As `mask_at_least` to words[word + stripe * apart]. Returns the sum of squares, in the precision of the entries:
+    some may overflow.
+    """
+    bits = types.Integer.from_bitwidth(shared.dtype.bitwidth, False)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        width, element = shared.dtype.bitwidth, context.get_value_type(shared.dtype)
+        lanes = _LANES[width]
+        floats, integers = ir.VectorType(element, lanes), ir.VectorType(ir.IntType(width), lanes)
+        magnitude = ir.Constant(integers, [2 ** (width - 1) - 1] * lanes)
+        threshold, total = _splat(builder, args[5], integers), ir.Constant(floats, [0.0] * lanes)
+        bases = [builder.gep(_data(context, builder, signature, args, which), [args[which + 1]]) for which in (0, 2)]
+        to = builder.gep(_data(context, builder, signature, args, 6), [args[7]])
+        for stripe in range(STRIPES):
+            skipped = builder.mul(args[4], ir.Constant(_I64, stripe))
+            begin, word_bits = builder.mul(skipped, ir.Constant(_I64, WORD)), ir.Constant(_I64, 0)
+            for start in range(0, WORD, lanes):
+                place = builder.add(begin, ir.Constant(_I64, start))
+                terms = (
+                    builder.load(builder.bitcast(builder.gep(base, [place]), floats.as_pointer()), align=width // 8)
+                    for base in bases
+                )
+                difference = builder.fsub(*terms)
+                pattern = builder.and_(builder.bitcast(difference, integers), magnitude)
+                above = builder.icmp_unsigned(">=", pattern, threshold)
+                few = builder.zext(builder.bitcast(above, ir.IntType(lanes)), _I64)
+                word_bits = builder.or_(word_bits, builder.shl(few, ir.Constant(_I64, start)))
+                square = builder.fmul(difference, difference, flags=_ANY_ORDER)
+                total = builder.fadd(total, square, flags=_ANY_ORDER)
+            builder.store(word_bits, builder.gep(to, [skipped]))
+        return _add_up(builder, total)
+
+    kinds = (shared, types.intp, own, types.intp, types.intp, bits, words, types.intp)
+    return types.float64(*kinds), generate
 
 
 @intrinsic
@@ -166,6 +276,44 @@ def publish(typing: Any) -> Any:
 def _stream(builder: Any, store: Any) -> None:
     """Let a store go past the caches."""
     store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(_I32, 1)]))
+
+
+def _load_run(context: Any, builder: Any, signature: Any, args: Any, which: int, at: Any) -> Any:
+    """RUN entries of the array `which`."""
+    address, element = _run_address(context, builder, signature, args, which, at)
+    return builder.load(address, align=element)
+
+
+def _store_run(context: Any, builder: Any, signature: Any, args: Any, which: int, vector: Any, at: Any) -> None:
+    address, element = _run_address(context, builder, signature, args, which, at)
+    builder.store(vector, address, align=element)
+
+
+def _run_address(context: Any, builder: Any, signature: Any, args: Any, which: int, at: Any) -> tuple[Any, int]:
+    """Where RUN entries lie, and the bytes of one."""
+    kind = signature.args[which].dtype
+    vector = ir.VectorType(context.get_value_type(kind), RUN)
+    address = builder.gep(_data(context, builder, signature, args, which), [at])
+    return builder.bitcast(address, vector.as_pointer()), kind.bitwidth // 8
+
+
+def _add_up(builder: Any, vector: Any) -> Any:
+    """The sum of a vector's entries, in any order, as a double."""
+    element = vector.type.element
+    kind = ir.FunctionType(element, [element, vector.type])
+    name = f"llvm.vector.reduce.fadd.v{vector.type.count}f{64 if element == _DOUBLE else 32}"
+    function = cgutils.get_or_insert_function(builder.module, kind, name)
+    total = builder.call(function, [ir.Constant(element, 0.0), vector], fastmath=_ANY_ORDER)
+    return total if element == _DOUBLE else builder.fpext(total, _DOUBLE)
+
+
+def _all_equal(builder: Any, one: Any, other: Any) -> Any:
+    equal = builder.bitcast(builder.icmp_signed("==", one, other), ir.IntType(RUN))
+    return builder.icmp_unsigned("==", equal, ir.Constant(ir.IntType(RUN), 2**RUN - 1))
+
+
+def _widened(builder: Any, vector: Any, doubles: Any) -> Any:
+    return vector if vector.type.element == _DOUBLE else builder.fpext(vector, doubles)
 
 
 def _data(context: Any, builder: Any, signature: Any, args: Any, which: int = 0) -> Any:

@@ -11,10 +11,20 @@ import numpy as np
 
 from oktopk.kernels.compiling import jit
 from oktopk.kernels.cpu_loops import append_places, magnitude_mask
-from oktopk.kernels.cpu_simd import array_at, prefetch, publish, stream_line
-from oktopk.kernels.cpu_sizes import LINE_BYTES, TILE, WINDOW, WORD
+from oktopk.kernels.cpu_simd import (
+    are_same,
+    array_at,
+    copy_run,
+    is_run,
+    move_run,
+    prefetch,
+    publish,
+    stream_line,
+    subtract_run,
+)
+from oktopk.kernels.cpu_sizes import LINE_BYTES, RUN, TILE, WINDOW, WORD
 
-AHEAD = 24  # scattered accesses asked for in advance
+AHEAD = 128  # scattered accesses asked for in advance; runs are asked for twice as far ahead
 
 _ONE = np.uint64(1)
 _NONE = np.int64(-(2**63))
@@ -122,13 +132,36 @@ def keep_at_least(indices: Any, bits: Any, key: Any, low: Any, ties: int, to_ind
 @jit
 def pick(values: Any, indices: Any, out: Any) -> Any:
     """out = values[indices]; False if an index is out of bounds."""
-    for i in range(indices.size):
-        prefetch(values, indices[min(i + AHEAD, indices.size - 1)])
+    i = 0
+    while i < indices.size:
         at = indices[i]
+        if _begins_run(indices, i, values.size):
+            _prefetch_run(values, indices, i, 0)
+            copy_run(out, i, values, at)
+            i += RUN
+            continue
+        prefetch(values, indices[min(i + AHEAD, indices.size - 1)])
         if not 0 <= at < values.size:
             return False
         out[i] = values[at]
+        i += 1
     return True
+
+
+@jit
+def _begins_run(indices: Any, i: int, end: int) -> Any:
+    """Whether the RUN indices from i on are neighbours that lie below `end`. Most that are not are told by the last."""
+    if i + RUN > indices.size or indices[i + RUN - 1] - indices[i] != RUN - 1:
+        return False
+    return indices[i] >= 0 and indices[i] + RUN <= end and is_run(indices, i)
+
+
+@jit
+def _prefetch_run(values: Any, indices: Any, i: int, base: int) -> Any:
+    """Both ends of what lies ahead: a run may begin in the middle of a cache line."""
+    ahead = indices[min(i + 2 * AHEAD, indices.size - 1)] - base
+    prefetch(values, ahead)
+    prefetch(values, ahead + RUN - 1)
 
 
 @jit
@@ -142,17 +175,25 @@ def _piece_with(at: int, addresses: Any, ends: Any, like: Any) -> Any:
 @jit
 def pick_difference(shared: Any, addresses: Any, ends: Any, indices: Any, out: Any) -> Any:
     """out = shared - pieces (as in `cpu_loops.add_compact`) at these indices; False if one is out of bounds."""
-    piece, base = 0, 0
+    piece, base, i = 0, 0, 0
     own = array_at(addresses[0], ends[0], shared)
-    for i in range(indices.size):
-        at, next_ = indices[i], indices[min(i + AHEAD, indices.size - 1)]
-        prefetch(shared, next_)
-        prefetch(own, min(next_ - base, own.size - 1))
+    while i < indices.size:
+        at = indices[i]
         if not 0 <= at < shared.size:
             return False
         if not base <= at < ends[piece]:
             piece, base, own = _piece_with(at, addresses, ends, shared)
+        if _begins_run(indices, i, ends[piece]):
+            _prefetch_run(shared, indices, i, 0)
+            _prefetch_run(own, indices, i, base)
+            subtract_run(out, i, shared, at, own, at - base)
+            i += RUN
+            continue
+        ahead = indices[min(i + AHEAD, indices.size - 1)]
+        prefetch(shared, ahead)
+        prefetch(own, ahead - base)
         out[i] = shared[at] - own[at - base]
+        i += 1
     return True
 
 
@@ -173,35 +214,117 @@ def subtract_at(residual: Any, indices: Any, values: Any) -> Any:
 
 
 @jit
-def move(shared: Any, addresses: Any, ends: Any, indices: Any, values: Any, sent: Any, sent_values: Any) -> Any:
+def move(
+    shared: Any, addresses: Any, ends: Any, indices: Any, values: Any, sent: Any, sent_values: Any, rests: Any,
+    extras: Any,
+) -> Any:  # fmt: skip
     """shared[indices] -= values, the same of pieces (as in `add_compact`), and pieces[sent] += sent_values.
 
-    Indices ascend. Returns how many of both it could place, and how the sum of squares of shared - pieces changed: it
-    stops where one is out of bounds, and at the first of `sent` that does not ascend or is not among `indices`.
+    Indices ascend; `sent` may be two lists that do, one after the other. Returns how many of `indices` it could place,
+    where the second list begins, how far it came in the first and in the second, and how the sum of squares of
+    shared - pieces changed: it stops where one is out of bounds, and does not take what is not among `indices`.
+    `rests` and `extras` [TILE] are to work with.
     """
-    piece, base, place, change = 0, 0, 0, 0.0
+    second, change, start, placed = _second_list(sent), 0.0, 0, 0
+    first, other = 0, second
+    while placed == start < indices.size:
+        stop = min(start + TILE, indices.size)
+        first = _take(indices, values, start, stop, sent, sent_values, first, second, rests)
+        twice = other < sent.size
+        if twice:
+            other = _take_more(indices, start, stop, sent, sent_values, other, extras)
+        placed, more = _move_tile(shared, addresses, ends, indices, values, start, stop, rests, extras, twice)
+        change += more
+        start = stop
+    return placed, second, first, other, change
+
+
+@jit
+def _take(
+    indices: Any, values: Any, start: int, stop: int, sent: Any, sent_values: Any, place: int, end: int, rests: Any
+) -> Any:
+    """rests = values - sent_values where `sent` names the same index, else values; how far it came up to `end`.
+
+    Without a branch: who sent an entry is a coin toss.
+    """
+    last = end - 1
+    if last < 0:
+        for i in range(start, stop):
+            rests[i - start] = values[i]
+        return place
+    i = start
+    while i < stop:
+        if i + RUN <= stop and place + RUN <= end and are_same(indices, i, sent, place):
+            subtract_run(rests, i - start, values, i, sent_values, place)
+            i += RUN
+            place += RUN
+            continue
+        here = min(place, last)
+        hit = (sent[here] == indices[i]) & (place < end)
+        rests[i - start] = values[i] - (sent_values[here] if hit else sent_values.dtype.type(0))
+        place += hit
+        i += 1
+    return place
+
+
+@jit
+def _take_more(indices: Any, start: int, stop: int, sent: Any, sent_values: Any, place: int, extras: Any) -> Any:
+    """extras = sent_values where `sent` names the same index, else what adds nothing; how far it came."""
+    last, nothing = sent.size - 1, -sent_values.dtype.type(0)
+    for i in range(start, stop):
+        here = min(place, last)
+        hit = (sent[here] == indices[i]) & (place <= last)
+        extras[i - start] = sent_values[here] if hit else nothing
+        place += hit
+    return place
+
+
+@jit
+def _move_tile(
+    shared: Any, addresses: Any, ends: Any, indices: Any, values: Any, start: int, stop: int, rests: Any, extras: Any,
+    twice: bool,
+) -> Any:  # fmt: skip
+    """shared -= values and pieces -= rests at some indices, and then pieces += extras; how far it came.
+
+    Also how the sum of squares of shared - pieces changed.
+    """
+    base, end, change, i = 0, 0, 0.0, start
     own = array_at(addresses[0], ends[0], shared)
-    for i in range(indices.size):
+    while i < stop:
+        at = indices[i]
+        if not base <= at < end:
+            if not 0 <= at < shared.size:
+                break
+            piece, base, own = _piece_with(at, addresses, ends, shared)
+            end = ends[piece]
+        if not twice and i + RUN <= stop and _begins_run(indices, i, end):
+            _prefetch_run(shared, indices, i, 0)
+            _prefetch_run(own, indices, i, base)
+            change += move_run(shared, at, own, at - base, values, i, rests, i - start)
+            i += RUN
+            continue
         ahead = indices[min(i + AHEAD, indices.size - 1)]
         prefetch(shared, ahead)
         prefetch(own, ahead - base)
-        at = indices[i]
-        if not 0 <= at < shared.size:
-            return i, place, change
-        if not base <= at < ends[piece]:
-            piece, base, own = _piece_with(at, addresses, ends, shared)
         theirs, mine = shared[at], own[at - base]
-        after = theirs - values[i]
+        after, left = theirs - values[i], mine - rests[i - start]
+        if twice:
+            left += extras[i - start]
         shared[at] = after
-        if place < sent.size and sent[place] == at:
-            before, mine = np.float64(theirs) - np.float64(mine), mine - (values[i] - sent_values[place])
-            left = np.float64(after) - np.float64(mine)
-            change += left * left - before * before
-            place += 1
-        else:
-            mine -= values[i]
-        own[at - base] = mine
-    return indices.size, place, change
+        own[at - base] = left
+        before, still = np.float64(theirs) - np.float64(mine), np.float64(after) - np.float64(left)
+        change += still * still - before * before
+        i += 1
+    return i, change
+
+
+@jit
+def _second_list(sent: Any) -> Any:
+    """Where indices that ascend begin anew."""
+    for i in range(1, sent.size):
+        if sent[i] <= sent[i - 1]:
+            return i
+    return sent.size
 
 
 @jit
