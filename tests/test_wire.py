@@ -66,6 +66,23 @@ def test_every_message_comes_back(chosen: set[int], spare: int, name: str, doubl
     assert_round_trip(Wire(name), vector(indices, numel, dtype=dtype))
 
 
+@pytest.mark.parametrize("name", WIRES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("numel", [0, 2, 127, 128, 1000])
+def test_all_entries_of_a_vector_make_the_message_of_a_vector_that_has_them_all(
+    name: str, dtype: torch.dtype, numel: int
+) -> None:
+    wire, whole = Wire(name), vector(torch.arange(numel), numel, dtype=dtype)
+    usual, packed = wire.pack(whole), wire.pack_all(whole.values)
+    assert torch.equal(packed.message, usual.message) and torch.equal(packed.values, usual.values)
+    assert torch.equal(wire.unpack_all(packed.message), wire.unpack(usual.message).values)
+    some = vector(torch.arange(1, 5), 9, dtype=dtype)
+    with pytest.raises(WireError, match="all 9 entries"):
+        wire.unpack_all(wire.pack(some).message)
+    with pytest.raises(WireError, match="truncated"):
+        wire.unpack_all(packed.message[:-1])
+
+
 @pytest.mark.parametrize("codec", ["raw32", "block16", "rice", "bitmap"])
 @pytest.mark.parametrize("density", [0.001, 0.05, 0.5, 1.0])
 @pytest.mark.parametrize("start", [0, 12_345])

@@ -17,7 +17,7 @@ from oktopk.primitives.likely import Guess
 from oktopk.primitives.partition import Regions, equal_bounds, join, split
 from oktopk.primitives.selection import slack
 from oktopk.transport.base import Transport
-from oktopk.types import Difference, Source, SparseVector, index_dtype
+from oktopk.types import Difference, Source, SparseVector
 from oktopk.wire import Packed, Wire
 
 
@@ -73,13 +73,28 @@ def reduce_all_(values: Tensor, tools: Tools) -> tuple[Tensor, Tensor | None]:
     if not tools.is_rounding or tools.world_size == 1:
         # Divided before the sum, as DDP does, so that the bits are DDP's.
         return tools.transport.all_reduce_(values.div_(tools.world_size)), None
-    numel, bounds = values.numel(), equal_bounds(values.numel(), tools.world_size)
-    everything = SparseVector(torch.arange(numel, dtype=index_dtype(numel)), values, numel)
+    return _reduce_regions(values, tools)
+
+
+def _reduce_regions(values: Tensor, tools: Tools) -> tuple[Tensor, Tensor]:
+    """The mean over ranks of all values, each region of which one rank sums; and what was sent of them."""
+    bounds = equal_bounds(values.numel(), tools.world_size)
     sizes = [high - low for low, high in pairwise(bounds)]
-    regions = Regions(bounds, [max(sizes)] * tools.world_size)
-    region, sent = split_and_reduce(everything, regions, tools.world_size, tools)
-    total, lost, _ = gather_regions(region, bounds, tools, counts=sizes)
-    return total.values / tools.world_size, sent.index_add_(0, lost.indices.long(), lost.values, alpha=-1)
+    parts, mine = values.split(sizes), slice(bounds[tools.rank], bounds[tools.rank + 1])
+    nothing = Packed(torch.empty(0, dtype=torch.uint8), parts[tools.rank])
+    packed = [nothing if rank == tools.rank else tools.wire.pack_all(part) for rank, part in enumerate(parts)]
+    limits = tools.limits([max(sizes)] * tools.world_size, values.numel(), values.dtype)
+    total = parts[tools.rank]
+    # In the order of distance, whatever arrived first: the bits of a sum depend on its order.
+    for source, message in tools.transport.all_to_all([one.message for one in packed], tools.world_size, limits):
+        if source != tools.rank:
+            total = total + tools.wire.unpack_all(message)
+    told = tools.wire.pack_all(total)
+    messages = tools.transport.all_gather(told.message, limits=tools.limits(sizes, values.numel(), values.dtype))
+    totals = [told.values if rank == tools.rank else tools.wire.unpack_all(m) for rank, m in enumerate(messages)]
+    sent = torch.cat([one.values for one in packed])
+    sent[mine] -= total - told.values  # what rounding took from the sums stays with who summed them
+    return torch.cat(totals).div_(tools.world_size), sent
 
 
 def _reduce_all_of_device_(values: Tensor, tools: Tools) -> tuple[Tensor, Tensor | None]:
@@ -95,7 +110,8 @@ def _reduce_all_of_device_(values: Tensor, tools: Tools) -> tuple[Tensor, Tensor
 def reduce_at(acc: Source, indices: Tensor, tools: Tools) -> tuple[SparseVector, SparseVector]:
     """The mean over ranks at indices that are the same on all of them; and what was sent of the own entries."""
     own = tools.pick(acc, indices)
-    mean, sent = reduce_all_(own.values.clone(), tools)
+    survive = tools.is_rounding and tools.world_size > 1
+    mean, sent = reduce_all_(own.values if survive else own.values.clone(), tools)
     return own.with_values(mean), own if sent is None else own.with_values(sent)
 
 

@@ -252,8 +252,14 @@ class ChosenWire:
     def pack(self, vector: SparseVector) -> Packed:
         return self._now.pack(vector)
 
+    def pack_all(self, values: Tensor) -> Packed:
+        return self._now.pack_all(values)
+
     def unpack(self, message: Tensor) -> SparseVector:
         return self._now.unpack(message)
+
+    def unpack_all(self, message: Tensor) -> Tensor:
+        return self._now.unpack_all(message)
 
     def limit(self, nnz: int, numel: int, dtype: torch.dtype) -> int:
         return self._now.limit(nnz, numel, dtype)

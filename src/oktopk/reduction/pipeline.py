@@ -40,7 +40,7 @@ _KERNEL_PHASES = {
     "largest": "select", "retain_": "select", "scan": "select", "move_": "unpack", "sum_sparse": "sum",
     "fill_": "unpack",
 }  # fmt: skip
-_WIRE_PHASES = {"pack": "pack", "unpack": "unpack"}
+_WIRE_PHASES = {"pack": "pack", "pack_all": "pack", "unpack": "unpack", "unpack_all": "unpack"}
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,20 @@ class Wire:
         encoded = value_codecs.encode(vector.values, self._value_codec)
         return Packed(self._message(vector, encoded), encoded.seen)
 
+    def pack_all(self, values: Tensor) -> Packed:
+        """The message that `pack` makes of a vector with all its entries: its indices are not even looked at."""
+        encoded = value_codecs.encode(values, self._value_codec)
+        count = values.numel()
+        header = Header(index_codecs.RUN, encoded.codec, 0, encoded.parameter, count, count, 0, 0)
+        return Packed(torch.cat([torch.from_numpy(_bytes(header).copy()), encoded.data]), encoded.seen)
+
+    def unpack_all(self, message: Tensor) -> Tensor:
+        """The values of a message that holds all entries of a vector."""
+        header = _checked_header(message)
+        if header.nnz != header.numel or header.index_codec != index_codecs.RUN or header.index_bytes:
+            raise WireError(f"expected a run of all {header.numel} entries of a vector, got {header.nnz}.")
+        return _values(message, header)
+
     def limit(self, nnz: int, numel: int, dtype: torch.dtype) -> int:
         """The most bytes that a message of so many entries can have."""
         raw = 8 if numel > 2**31 - 1 else 4  # of an index: any other coding is chosen only if it is shorter
@@ -56,15 +70,9 @@ class Wire:
 
     def unpack(self, message: Tensor) -> SparseVector:
         """The vector that a message holds; float64 if it was packed from float64, else float32."""
-        header = Header.from_bytes(_head(message))
-        value_codecs.check(header.value_codec, header.value_parameter)
-        start = HEADER_BYTES + header.index_bytes
-        expected = start + value_codecs.nbytes(header.value_codec, header.nnz)
-        if message.numel() != expected:
-            raise WireError(f"expected a message of {expected} bytes, got {message.numel()}: truncated or damaged.")
-        values = value_codecs.decode(message[start:], header.value_codec, header.value_parameter, header.nnz)
-        indices = index_codecs.decode(message[HEADER_BYTES:start].numpy(), header)
-        return SparseVector(torch.from_numpy(indices), values, header.numel)
+        header = _checked_header(message)
+        indices = index_codecs.decode(message[HEADER_BYTES : HEADER_BYTES + header.index_bytes].numpy(), header)
+        return SparseVector(torch.from_numpy(indices), _values(message, header), header.numel)
 
     def _message(self, vector: SparseVector, encoded: value_codecs.Encoded) -> Tensor:
         indices = vector.indices.contiguous().numpy()
@@ -83,6 +91,21 @@ def _header(vector: SparseVector, plan: index_codecs.Plan, encoded: value_codecs
     return Header(
         plan.codec, encoded.codec, plan.parameter, encoded.parameter, vector.numel, vector.nnz, first, plan.nbytes
     )
+
+
+def _checked_header(message: Tensor) -> Header:
+    """The header of a message that is as long as it says."""
+    header = Header.from_bytes(_head(message))
+    value_codecs.check(header.value_codec, header.value_parameter)
+    expected = HEADER_BYTES + header.index_bytes + value_codecs.nbytes(header.value_codec, header.nnz)
+    if message.numel() != expected:
+        raise WireError(f"expected a message of {expected} bytes, got {message.numel()}: truncated or damaged.")
+    return header
+
+
+def _values(message: Tensor, header: Header) -> Tensor:
+    start = HEADER_BYTES + header.index_bytes
+    return value_codecs.decode(message[start:], header.value_codec, header.value_parameter, header.nnz)
 
 
 def _head(message: Tensor) -> bytes:
