@@ -30,9 +30,11 @@ def test_bench_kernels_writes_every_figure(
     assert code == 0 and "must" not in record["figures"]["selection_over_add"]  # targets are about the full size
     assert record["figures"]["selected_error"]["measured"] == 0.0
     assert [row["numel"] for row in record["sizes"]] == [20_000]
+    whole = [(row["algorithm"], row["density"], len(row["seconds"])) for row in record["synchronisations"]]
+    assert whole == [("oktopk", 0.01, 1), ("randomk", 0.01, 1), ("randomk", 0.3, 1)]
     assert record["warm_up_seconds"] == {"cold": 2.0, "warm": 0.1}
     printed = capsys.readouterr().out
-    assert "local selection at 0.01 / add_" in printed
+    assert "local selection at 0.01 / add_" in printed and "whole synchronisation of updates" in printed
 
 
 def test_bench_wire_writes_every_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -57,7 +59,7 @@ def test_a_missed_target_is_shown_and_exits_with_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     missed = Measurement("selection_over_add", "local selection / add_", 5.0, 4.5, 2.5)
-    result = bench_kernels.KernelsResult(9, [missed], "cpu", "why", [], [], bench_kernels.WarmUp(2.0, 0.1))
+    result = bench_kernels.KernelsResult(9, [missed], "cpu", "why", [], [], [], bench_kernels.WarmUp(2.0, 0.1))
     monkeypatch.setattr(bench_kernels, "measure_kernels", lambda *_: result)
     assert BenchKernels()() == 1
     printed = capsys.readouterr().out

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from oktopk.bench.measurement import Measurement, Measurements
+from oktopk.bench.synchronisation import PIECES, SynchronisationRow, measure_synchronisations
 from oktopk.bench.timing import race, threads
 from oktopk.errors import UnsupportedError
 from oktopk.kernels import Kernels, ReferenceKernels, choose
@@ -26,7 +27,6 @@ NUMEL = 27_569_568  # the LSTM of the paper
 DENSITY = 0.01
 DENSITIES = (0.02, 0.01, 0.001)
 SIZES = (100_000, 1_000_000, 100_000_000)
-PIECES = 20  # parameters that the weights of the update benchmark lie in
 
 _FIRST_STEP = """
 import json, time
@@ -87,6 +87,7 @@ class KernelsResult(Measurements):
     reason: str
     stages: list[StageRow]
     sizes: list[SizeRow]
+    synchronisations: list[SynchronisationRow]
     warm_up: WarmUp
 
     def to_json(self) -> dict[str, Any]:
@@ -97,6 +98,7 @@ class KernelsResult(Measurements):
                 asdict(row) | {"nanoseconds_per_entry": row.nanoseconds_per_entry, "over_add": row.ratio}
                 for row in self.sizes
             ],
+            "synchronisations": [asdict(row) | {"over_add": row.over_add} for row in self.synchronisations],
             "warm_up_seconds": asdict(self.warm_up),
         }
 
@@ -112,7 +114,8 @@ def measure_kernels(numel: int = NUMEL, repeats: int = 10, sizes: tuple[int, ...
         stages = bench.stages(repeats)
         del bench
         rows = [_Bench(choice.kernels, size).row(repeats if size <= NUMEL else 3) for size in sizes]
-    return KernelsResult(numel, figures, choice.kernels.name, choice.reason, stages, rows, measure_warm_up())
+        whole = measure_synchronisations(numel, repeats)
+    return KernelsResult(numel, figures, choice.kernels.name, choice.reason, stages, rows, whole, measure_warm_up())
 
 
 def measure_warm_up() -> WarmUp:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from oktopk.bench.host import describe_machine
-from oktopk.bench.kernels import DENSITY, PIECES
+from oktopk.bench.kernels import DENSITY
+from oktopk.bench.synchronisation import PIECES
 from oktopk.bench.timing import race
 from oktopk.kernels import Kernels, ReferenceKernels, choose
 from oktopk.kernels.staged import StagedKernels

@@ -93,7 +93,7 @@ def measure(context: RankContext, **options: Any) -> None:
                 times[name].append(seconds)
                 busy[name].append(process_time() - before)
     found = {name: slowest(seconds) for name, seconds in times.items()}
-    of_synchronisation = _mean(median(busy["serialised"]) - median(busy["floor"]))
+    of_synchronisation = mean_over_ranks(median(busy["serialised"]) - median(busy["floor"]))
     if context.rank == 0:
         context.emit(**found, buckets=variants["serialised"].buckets, busy=of_synchronisation)
     for variant in variants.values():
@@ -144,7 +144,7 @@ def _hook(state: _Variant, bucket: GradBucket) -> torch.futures.Future[torch.Ten
     return state.take(bucket)
 
 
-def _mean(seconds: float) -> float:
+def mean_over_ranks(seconds: float) -> float:
     """Over ranks."""
     total = torch.tensor([seconds], dtype=torch.float64)
     dist.all_reduce(total)

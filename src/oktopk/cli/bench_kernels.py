@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
 from oktopk.cli.console import console, table
@@ -59,6 +60,8 @@ class BenchKernels:
         )
         out.print(table("each kernel", [_stage(row) for row in result.stages]))
         out.print(table("how it grows", [_size(row) for row in result.sizes]))
+        title = "whole synchronisation of updates, of two ranks on one core: processor time of one"
+        out.print(table(title, [_synchronisation(row) for row in result.synchronisations]))
         out.print(f"first selection of a process: {result.warm_up.cold:.1f} s of CPU with nothing compiled, ", end="")
         out.print(f"{result.warm_up.warm:.2f} s with the cache on disk. Kernels: {result.reason}.")
         write_json(self.json, result.to_json())
@@ -102,6 +105,13 @@ def _verdict(one: Measurement) -> str:
 
 def _stage(row: Any) -> dict[str, Any]:
     return {"kernel": row.kernel, "ms": 1e3 * row.seconds, "/ add_": row.over_add}
+
+
+def _synchronisation(row: Any) -> dict[str, Any]:
+    return {
+        "algorithm": row.algorithm, "density": row.density, "wire": row.wire,
+        "ms": 1e3 * median(row.seconds), "/ add_": row.over_add, "least": min(row.ratios), "most": max(row.ratios),
+    }  # fmt: skip
 
 
 def _size(row: Any) -> dict[str, Any]:
