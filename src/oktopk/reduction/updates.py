@@ -19,6 +19,7 @@ from torch import Tensor
 
 from oktopk.errors import OkTopkError
 from oktopk.kernels.base import Kernels
+from oktopk.kernels.pages import empty_on_large_pages
 from oktopk.kernels.staging import to_device
 from oktopk.kernels.tensors import sum_of_squares
 from oktopk.reduction.feedback import residual_dtype
@@ -59,7 +60,8 @@ class Updates:
     def begin(self, own: Gradient) -> None:
         """Share these weights, which must be the same on every rank. Nothing is owed."""
         dtype = residual_dtype(own.dtype)
-        weights = _Weights(torch.cat([piece.to(dtype) for piece in own.pieces]))
+        shared = empty_on_large_pages(own.numel, own.pieces[0], dtype)
+        weights = _Weights(torch.cat([piece.to(dtype) for piece in own.pieces], out=shared))
         if own.dtype != dtype:
             weights.owed = torch.zeros_like(weights.shared)
             weights.before = tuple(piece.clone() for piece in own.pieces)
