@@ -145,7 +145,7 @@ def _hook(state: _Variant, bucket: GradBucket) -> torch.futures.Future[torch.Ten
 
 
 def mean_over_ranks(seconds: float) -> float:
-    """Over ranks."""
+    """Of all ranks."""
     total = torch.tensor([seconds], dtype=torch.float64)
     dist.all_reduce(total)
     return float(total) / dist.get_world_size()
