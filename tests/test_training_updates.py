@@ -64,7 +64,23 @@ def test_a_preset_switches_to_updates_by_one_word() -> None:
     back = TrainConfig(reduce="gradients").recipe(base, 4)
     assert (back.reduce, back.algorithm, back.lr, back.density) == ("gradients", "oktopk", 0.01, 0.02)
     with pytest.raises(ConfigError, match="--momentum-correction"):
-        TrainConfig(momentum_correction=0.9).recipe(base, 4)
+        TrainConfig(momentum_correction=0.9, reduce="updates").recipe(base, 4)
+
+
+@pytest.mark.parametrize(
+    "said", [{"algorithm": "topka"}, {"density": 0.02}, {"warmup_steps": 100}, {"norm_clip_after": 1.0}]
+)
+def test_who_names_an_algorithm_a_density_or_dense_steps_means_gradients(said: dict[str, Any]) -> None:
+    base = Recipe(optimizer="adamw", lr=0.01, density=0.02, warmup_steps=100, reduce="updates")
+    recipe = TrainConfig(**said).recipe(base, 4)
+    assert (recipe.reduce, recipe.lr, recipe.density, recipe.warmup_steps) == ("gradients", 0.01, 0.02, 100)
+
+
+def test_updates_under_adamw_want_a_longer_rise_of_a_higher_rate() -> None:
+    base = Recipe(optimizer="adamw", lr=0.01, lr_warmup_epochs=1.5, reduce="updates")
+    several, alone = TrainConfig().recipe(base, 4), TrainConfig().recipe(base, 1)
+    assert (several.lr, several.lr_warmup_epochs) == (0.02, 3.0)
+    assert (alone.lr, alone.lr_warmup_epochs) == (0.01, 1.5)
 
 
 @pytest.mark.processes

@@ -35,7 +35,8 @@ class TrainConfig:
     density: float | None = None  # fraction of the gradient each worker sends; smaller = less traffic, later updates
     density_schedule: Mapping[int, float] = field(default_factory=dict)  # {step: density from that step on}; from 0
     warmup_steps: int | None = None  # dense steps before sparse ones
-    reduce: Literal["gradients", "updates"] | None = None  # updates: workers (or hosts) step, changes are summed
+    reduce: Literal["gradients", "updates"] | None = None  # updates: workers (or hosts) step, changes are summed;
+    # None: the preset's, or gradients if an algorithm, a density or a warm-up is named
     every: int | Literal["auto"] = 1  # steps between synchronisations of updates; auto: a tenth of the time
     wire: str | None = None  # float32, float16, bfloat16, int8, int4, codebook2; None: float32, for updates narrower
     hosts: int | Literal["auto"] = "auto"  # workers of a host, which sum densely first; auto: find out; 1: none do
@@ -113,7 +114,7 @@ class TrainConfig:
             if self.every != 1:
                 raise ConfigError(f"every is for --reduce updates, got {self.every}: gradients travel at every step.")
             return
-        for name in ("momentum_correction", "factor_masking", "fold_learning_rate", "norm_clip_after", "analyze_every"):
+        for name in _ABOUT_GRADIENTS:
             if getattr(self, name):
                 flag = name.replace("_", "-")
                 raise ConfigError(f"--{flag} is about gradients on their way, and with --reduce updates none travel.")
@@ -128,25 +129,34 @@ class TrainConfig:
 
         In a run of fewer epochs the dense warm-up is shorter too: it would else be all there is.
         """
-        reduce = self.reduce or base.reduce
+        reduce = self._reduce(base)
         self._check_reduce(reduce)
-        if reduce == "updates":
-            base = self._for_updates(base, steppers)
+        base = self._for_updates(base, steppers) if reduce == "updates" else replace(base, reduce=reduce)
         said = {f.name: getattr(self, f.name) for f in fields(Recipe) if getattr(self, f.name) is not None}
         if said.get("norm_clip") == 0:
             said["norm_clip"] = None
         epochs = min(said.get("epochs", base.epochs), base.epochs)
         return replace(base, **{"warmup_steps": base.warmup_steps * epochs // max(1, base.epochs)} | said)
 
+    def _reduce(self, base: Recipe) -> Literal["gradients", "updates"]:
+        """The preset's, as it was tried. Who names an algorithm, a density or dense steps means gradients, as papers
+        do; so does who asks for what only gradients have."""
+        chosen = (self.algorithm, self.density, self.warmup_steps)
+        about_gradients = any(value is not None for value in chosen) or bool(self.density_schedule)
+        about_gradients |= any(getattr(self, name) for name in _ABOUT_GRADIENTS)
+        return self.reduce or ("gradients" if about_gradients else base.reduce)
+
     def _for_updates(self, base: Recipe, steppers: int) -> Recipe:
-        """Updates need no dense steps; and under AdamW they want a rate that is larger by the root of the number of
-        ranks or hosts that step by themselves: their gradients are noisier than the mean of all."""
+        """Updates need no dense steps. Under AdamW they want a rate that is larger by the root of the number of ranks
+        or hosts that step by themselves, whose gradients are noisier than the mean of all; and twice the rise of it."""
         algorithm = self.algorithm or UPDATES_ALGORITHM
         usual = update_defaults(algorithm)
-        rate = base.lr * steppers**0.5 if (self.optimizer or base.optimizer) == "adamw" else base.lr
-        return replace(
-            base, algorithm=algorithm, density=usual.density, wire=usual.wire, warmup_steps=0, lr=rate
+        base = replace(
+            base, reduce="updates", algorithm=algorithm, density=usual.density, wire=usual.wire, warmup_steps=0
         )  # fmt: skip
+        if (self.optimizer or base.optimizer) != "adamw" or steppers == 1:
+            return base
+        return replace(base, lr=base.lr * steppers**0.5, lr_warmup_epochs=2 * base.lr_warmup_epochs)
 
     @property
     def steppers(self) -> int:
@@ -174,6 +184,7 @@ class TrainConfig:
         return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
 
 
+_ABOUT_GRADIENTS = ("momentum_correction", "factor_masking", "fold_learning_rate", "norm_clip_after", "analyze_every")
 _LEAST: dict[str, float] = {
     "workers": 1, "warmup_steps": 0, "epochs": 0, "max_steps": 0, "batch_size": 1, "accumulate": 1, "lr": 0,
     "norm_clip": 0, "norm_clip_after": 0, "validate_every": 0, "early_stop": 0, "checkpoint_every": 0, "keep": 1,

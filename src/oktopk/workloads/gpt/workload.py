@@ -37,10 +37,11 @@ class Preset:
     epoch_steps: int = 100  # steps that count as an epoch; 0: as many as the text has
 
 
-# The settings of nanoGPT for characters on a CPU. Gradients need a dense third here, since AdamW damps what comes late.
+# The settings of nanoGPT for characters on a CPU. Gradients need a dense third: AdamW damps what comes late.
 _SMALL = Recipe(
     optimizer="adamw", lr=1e-3, weight_decay=0.1, beta2=0.99, batch_size=12, epochs=6, lr_warmup_epochs=1.0,
     lr_warmup_from=0.0, lr_cosine_to=0.1, norm_clip=1.0, density=0.05, warmup_steps=200,
+    reduce="updates",
 )  # fmt: skip
 _GPT2 = replace(_SMALL, lr=6e-4, beta2=0.95, batch_size=8, epochs=4, lr_warmup_epochs=0.1, density=0.01)
 _CHARACTERS = 128  # all but 1 in 10,000 of WikiText-2's

@@ -45,7 +45,7 @@ PRESETS = {
     "wikitext2": Preset(hidden=1500, layers=2, dropout=0.65, vocabulary=33_278, steps=35, recipe=_PAPER),
     "small": Preset(
         hidden=128, layers=1, dropout=0.2, vocabulary=4_000, steps=35,
-        recipe=replace(_PAPER, batch_size=10, epochs=4, lr_decay=0.7, warmup_steps=32),
+        recipe=replace(_PAPER, batch_size=10, epochs=4, lr_decay=0.7, warmup_steps=32, reduce="updates"),
     ),
 }  # fmt: skip
 

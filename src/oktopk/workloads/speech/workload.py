@@ -53,6 +53,7 @@ PRESETS: dict[str, Preset] = {
             lr_linear_decay=True,
             density=0.02,
             warmup_steps=100,
+            reduce="updates",
         ),
     ),
     "lstman4": Preset(
