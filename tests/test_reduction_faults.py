@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -149,3 +151,44 @@ def test_a_reducer_that_nobody_holds_goes_and_its_thread_ends() -> None:
     assert known() is None
     thread.join(10)
     assert not thread.is_alive()
+
+
+_DROPS_ITS_REDUCER = """
+import torch, oktopk
+
+def submit():
+    reducer = oktopk.Reducer(min_numel=0)
+    return [reducer.submit([(f"layer {i}", 100_000)], torch.ones(100_000)) for i in range(20)]
+
+for future in submit():
+    future.wait()
+print("all done")
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(200)
+def test_what_was_submitted_is_done_although_its_reducer_was_dropped_and_the_process_ends_well() -> None:
+    ended = subprocess.run([sys.executable, "-c", _DROPS_ITS_REDUCER], capture_output=True, text=True, timeout=180)
+    assert ended.returncode == 0, ended.stderr
+    assert "all done" in ended.stdout
+
+
+def test_who_reads_while_another_thread_closes_waits_until_nobody_writes() -> None:
+    writing, may_end, written = threading.Event(), threading.Event(), []
+
+    def write() -> None:
+        writing.set()
+        may_end.wait(10)
+        written.append("done")
+
+    thread = CommunicationThread(ThreadWorld(1).transports()[0], lambda: (0, "pack"))
+    thread.submit(write, torch.zeros(1))
+    assert writing.wait(10)
+    closing = threading.Thread(target=thread.close)
+    closing.start()
+    while not thread._is_closed:
+        closing.join(0.01)
+    threading.Timer(0.1, may_end.set).start()
+    assert thread.read(lambda: list(written)) == ["done"]
+    closing.join(10)

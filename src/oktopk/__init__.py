@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from oktopk.schedule import exponential_warmup
     from oktopk.types import Reduced, SparseVector
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 # Where each name is found when it is first used: the command line must not wait for torch to say what it can do.
 _HOMES = {

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from oktopk.errors import ConfigError
+from oktopk.kernels.tensors import wide_dtype
 
 
 class NormClip:
@@ -26,7 +27,7 @@ class NormClip:
 
     def factor(self, grads: Iterable[Tensor]) -> float:
         """What to multiply gradients with so that their norm, taken over all of them, keeps to the limit."""
-        norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads]
+        norms = [torch.linalg.vector_norm(grad, dtype=wide_dtype(grad)) for grad in grads]
         norm = float(torch.stack([part.to(norms[0].device) for part in norms]).norm()) if norms else 0.0
         limit = self._limit * scale_of(self._scaler)
         # A norm that is not finite is for the reducer to find.

@@ -94,14 +94,14 @@ class ByTrial:
 
     def __init__(self, reducer: Reducer, tuner: Tuner, names: Mapping[int, str]) -> None:
         self._reducer, self._tuner = reducer, tuner
-        self._ways: dict[str, Fusing] = {BY_BUCKET: ByBucket(reducer), BY_STEP: ByStep(reducer, names)}
+        self._fusings: dict[str, Fusing] = {BY_BUCKET: ByBucket(reducer), BY_STEP: ByStep(reducer, names)}
         self._now = tuner.fusing
         self._began: float | None = None  # the latest step, unless it was the first in its way
 
     def take(self, bucket: Bucket) -> Future:
         if bucket.is_first:
             self._begin_step(perf_counter())
-        return self._ways[self._now].take(bucket)
+        return self._fusings[self._now].take(bucket)
 
     def _begin_step(self, now: float) -> None:
         # At this moment nothing is on its way, and all ranks have seen the same steps.

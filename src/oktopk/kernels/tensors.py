@@ -33,12 +33,16 @@ def is_same(a: Source, b: Source) -> bool:
     return (a.data_ptr(), a.numel(), a.dtype) == (b.data_ptr(), b.numel(), b.dtype)
 
 
+def wide_dtype(vector: Tensor) -> torch.dtype:
+    """The widest numbers that its device has."""
+    return torch.float32 if vector.device.type == "mps" else torch.float64
+
+
 def sum_of_squares(*vectors: Tensor) -> float:
     """Of all their entries. On a device this takes no wider copy of them, and one wait."""
     if all(vector.device.type == "cpu" for vector in vectors):
         return sum(float(vector.double().square().sum()) for vector in vectors)
-    wide = torch.float32 if any(vector.device.type == "mps" for vector in vectors) else torch.float64
-    norms = [torch.linalg.vector_norm(vector, dtype=wide) for vector in vectors]
+    norms = [torch.linalg.vector_norm(vector, dtype=wide_dtype(vector)) for vector in vectors]
     return float(to_host(_together(norms).square().sum())[0])
 
 

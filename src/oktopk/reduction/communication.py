@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from oktopk.errors import CommunicationError, OkTopkError, PeerError
-from oktopk.reduction.streams import Streams, Turn, future_on
+from oktopk.reduction.streams import JobContext, Streams, future_on
 from oktopk.transport.base import Fault, Transport
 
 log = logging.getLogger("oktopk")
@@ -25,6 +25,7 @@ log = logging.getLogger("oktopk")
 T = TypeVar("T")
 
 LOOK_SECONDS = 1.0  # between looks whether the thread that is waited for still lives
+LEAVE_SECONDS = 10.0  # at the end of a process, for the thread of a reducer that was not closed to end
 
 
 class Agreed(Exception):
@@ -42,7 +43,8 @@ class Agreed(Exception):
 class _Job:
     work: Callable[[], Any]
     future: torch.futures.Future[Any]
-    turn: Turn  # in which to do it
+    context: JobContext  # in which to do it
+    owner: CommunicationThread  # lives until it is done: somebody may wait for it
     done: threading.Event = field(default_factory=threading.Event)
     result: Any = None
     error: Exception | None = None
@@ -71,21 +73,24 @@ class CommunicationThread:
         self._error: Exception | None = None
         self._is_closed = False
         # Neither the thread nor the interpreter's list of what to do at exit may keep this object alive.
-        self._thread = threading.Thread(
-            target=_work, args=(weakref.ref(self), self._jobs, transport), name="oktopk-communication", daemon=True
+        at_exit = _AtExit(weakref.ref(self), self._jobs)
+        self._thread = at_exit.thread = threading.Thread(
+            target=_work, args=(at_exit, self._jobs, transport), name="oktopk-communication", daemon=True
         )
+        self._end_thread = weakref.finalize(self, self._jobs.put, None)
+        self._end_thread.atexit = False
+        atexit.register(at_exit)
         self._thread.start()
-        self._end_thread = _watch_exit(self)
 
     def submit(self, work: Callable[[], T], tensors: Sequence[Tensor]) -> torch.futures.Future[T]:
         """Do it later, when `tensors` have been written; the future holds what `work` returns, or what it raised."""
-        return self._put(_Job(work, future_on(tensors[0].device), self._streams.turn(tensors))).future
+        return self._put(_Job(work, future_on(tensors[0].device), self._streams.after(tensors), self)).future
 
     def run(self, work: Callable[[], T]) -> T:
         """Do it now, after all that was submitted before. From the thread itself: at once."""
         if threading.current_thread() is self._thread:
             return work()
-        job = self._put(_Job(lambda: self._finish(work), torch.futures.Future(), self._streams.turn_of_all()))
+        job = self._put(_Job(lambda: self._finish(work), torch.futures.Future(), self._streams.after_all(), self))
         while not job.done.wait(LOOK_SECONDS):
             # What the thread does is bounded by the timeout of the group; only its own death is not.
             if not self._thread.is_alive() and not job.done.is_set():
@@ -101,6 +106,8 @@ class CommunicationThread:
 
     def read(self, work: Callable[[], T]) -> T:
         """As `run`, for work that only looks at state: also after a failure and after `close`, when nobody writes."""
+        if self._is_closed:
+            self._join()
         if self._error is not None or self._is_closed:
             self._streams.finish()
             return work()
@@ -112,9 +119,12 @@ class CommunicationThread:
             return
         self._is_closed = True
         self._end_thread()
+        self._join()
+        self._transport.close()
+
+    def _join(self) -> None:
         while self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(LOOK_SECONDS)  # each job is bounded by the timeout of the group
-        self._transport.close()
 
     def _put(self, job: _Job) -> _Job:
         if self._error is not None:
@@ -127,11 +137,11 @@ class CommunicationThread:
     def _do(self, job: _Job) -> None:
         """Whatever happens in a job, it is settled: somebody waits for it."""
         try:
-            with job.turn():
+            with job.context():
                 try:
                     self._attempt(job)
                 finally:
-                    job.settle()  # in its turn: who waits for the future waits for what the device was told in it
+                    job.settle()  # in its context: who waits for the future waits for what the device was told in it
         except BaseException as error:  # of a device that does not even begin
             if not job.done.is_set():
                 job.error = self._failed(error)
@@ -187,35 +197,34 @@ class CommunicationThread:
             self._transport.abort(Fault(self._transport.rank, _text(error), self._where()[0], "training"))
 
 
-def _work(owner: weakref.ref[CommunicationThread], jobs: queue.Queue[_Job | None], transport: Transport) -> None:
-    """What the thread does. It holds its owner only while it does a job, so that an owner nobody holds can go."""
+class _AtExit:
+    """What is done when the process ends and the thread has not."""
+
+    thread: threading.Thread
+
+    def __init__(self, owner: weakref.ref[CommunicationThread], jobs: queue.Queue[_Job | None]) -> None:
+        self.owner, self._jobs = owner, jobs
+
+    def __call__(self) -> None:
+        """Tell peers, if an exception ends the process; and let the thread end first.
+
+        It may be doing its last job, or leaving the group: an interpreter that ends under it aborts the process.
+        """
+        owner = self.owner()
+        if owner is not None:
+            owner.tell_peers_at_exit()
+        self._jobs.put(None)
+        self.thread.join(LEAVE_SECONDS)
+
+
+def _work(at_exit: _AtExit, jobs: queue.Queue[_Job | None], transport: Transport) -> None:
+    """What the thread does. Only jobs hold its owner, so that an owner nobody holds can go when they are done."""
     while (job := jobs.get()) is not None:
-        thread = owner()
-        if thread is None:
-            break
-        thread._do(job)
-        del thread, job
-    if owner() is None:  # dropped without being closed
+        job.owner._do(job)
+        del job
+    if at_exit.owner() is None:  # dropped without being closed
         transport.close()
-
-
-def _watch_exit(thread: CommunicationThread) -> weakref.finalize[..., CommunicationThread]:
-    """Let it tell its peers when an exception ends the process. Called or dropped, it ends the thread instead."""
-    known = weakref.ref(thread)
-
-    def tell_peers() -> None:
-        alive = known()
-        if alive is not None:
-            alive.tell_peers_at_exit()
-
-    def end(jobs: queue.Queue[_Job | None]) -> None:
-        atexit.unregister(tell_peers)
-        jobs.put(None)
-
-    atexit.register(tell_peers)
-    end_thread = weakref.finalize(thread, end, thread._jobs)
-    end_thread.atexit = False
-    return end_thread
+    atexit.unregister(at_exit)
 
 
 def _text(error: BaseException) -> str:

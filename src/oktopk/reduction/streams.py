@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 T = TypeVar("T")
-Turn = Callable[[], AbstractContextManager[None]]
+JobContext = Callable[[], AbstractContextManager[None]]
 
 
 class Streams:
@@ -19,7 +19,7 @@ class Streams:
     def __init__(self) -> None:
         self._own: dict[torch.device, torch.cuda.Stream] = {}
 
-    def turn(self, tensors: Sequence[Tensor]) -> Turn:
+    def after(self, tensors: Sequence[Tensor]) -> JobContext:
         """A context for the communication thread, in which a device has done all that it was told so far.
 
         To be asked for by the thread that told it to write `tensors`. Nobody waits on the host: the stream does.
@@ -28,14 +28,14 @@ class Streams:
         devices = dict.fromkeys(tensor.device for tensor in tensors if tensor.device.type == "cuda")
         if not devices:
             return nullcontext
-        return self._turn({device: _event(device) for device in devices}, tensors)
+        return self._context({device: _event(device) for device in devices}, tensors)
 
-    def turn_of_all(self) -> Turn:
+    def after_all(self) -> JobContext:
         """The same for work on anything, wherever it is: on the GPUs met so far, and on the caller's."""
         devices = dict.fromkeys(self._own)
         if torch.cuda.is_initialized():
             devices[torch.device("cuda", torch.cuda.current_device())] = None
-        return self._turn({device: _event(device) for device in devices})
+        return self._context({device: _event(device) for device in devices})
 
     def hand_over(self, result: T) -> T:
         """Let the caller's streams have the tensors of a result: their memory is handed out again after these."""
@@ -49,9 +49,9 @@ class Streams:
         for stream in self._own.values():
             stream.synchronize()
 
-    def _turn(self, told: Mapping[torch.device, torch.cuda.Event], tensors: Sequence[Tensor] = ()) -> Turn:
+    def _context(self, told: Mapping[torch.device, torch.cuda.Event], tensors: Sequence[Tensor] = ()) -> JobContext:
         @contextmanager
-        def turn() -> Iterator[None]:
+        def context() -> Iterator[None]:
             with ExitStack() as stack:
                 for device, event in told.items():
                     stream = self._of(device)
@@ -62,7 +62,7 @@ class Streams:
                     stack.enter_context(torch.cuda.stream(stream))
                 yield
 
-        return turn
+        return context
 
     def _of(self, device: torch.device) -> torch.cuda.Stream:
         if device not in self._own:
