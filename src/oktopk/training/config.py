@@ -129,7 +129,7 @@ class TrainConfig:
 
         In a run of fewer epochs the dense warm-up is shorter too: it would else be all there is.
         """
-        reduce = self._reduce(base)
+        reduce = self.reduced(base)
         self._check_reduce(reduce)
         base = self._for_updates(base, steppers) if reduce == "updates" else replace(base, reduce=reduce)
         said = {f.name: getattr(self, f.name) for f in fields(Recipe) if getattr(self, f.name) is not None}
@@ -138,9 +138,9 @@ class TrainConfig:
         epochs = min(said.get("epochs", base.epochs), base.epochs)
         return replace(base, **{"warmup_steps": base.warmup_steps * epochs // max(1, base.epochs)} | said)
 
-    def _reduce(self, base: Recipe) -> Literal["gradients", "updates"]:
-        """The preset's, as it was tried. Who names an algorithm, a density or dense steps means gradients, as papers
-        do; so does who asks for what only gradients have."""
+    def reduced(self, base: Recipe) -> Literal["gradients", "updates"]:
+        """What is reduced: what the preset says, as it was tried. Who names an algorithm, a density or dense steps
+        means gradients, as papers do; so does who asks for what only gradients have."""
         chosen = (self.algorithm, self.density, self.warmup_steps)
         about_gradients = any(value is not None for value in chosen) or bool(self.density_schedule)
         about_gradients |= any(getattr(self, name) for name in _ABOUT_GRADIENTS)

@@ -85,7 +85,7 @@ class Trainer:
     def __init__(self, config: TrainConfig, workload: Workload, world: World, observer: Observer) -> None:
         self.config, self.workload, self.world, self.observer = config, workload, world, observer
         self.place = world.together(lambda: find_place(config.device, world.local_rank, config.precision))
-        self.recipe = config.recipe(workload.recipe, self._steppers(config.reduce or workload.recipe.reduce))
+        self.recipe = config.recipe(workload.recipe, self._steppers(config.reduced(workload.recipe)))
         self.model = workload.model().to(self.place.device)
         self.batches_per_epoch = world.together(lambda: workload.steps_per_epoch(world.world_size))
         self.steps_per_epoch = -(-self.batches_per_epoch // config.accumulate)
