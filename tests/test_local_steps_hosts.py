@@ -237,6 +237,27 @@ def test_gradients_are_averaged_once_and_can_be_clipped_as_a_mean() -> None:
         torch.testing.assert_close(moved, expected, rtol=0, atol=1e-5)
 
 
+def test_a_step_left_out_and_gradients_that_come_after_the_mean_are_averaged_again() -> None:
+    def work(transport: ThreadTransport) -> tuple[Tensor, Tensor]:
+        model = nn.Linear(2, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with oktopk.local_steps(model, optimizer, group=transport, hosts=2, every=9) as handle:
+            before, slope = weights_of(model), 1.0 + 2.0 * transport.rank
+            model(torch.full((1, 2), 100.0)).sum().backward()
+            handle.average_gradients()
+            optimizer.zero_grad()  # its norm was too large, say
+            model(torch.full((1, 2), slope)).sum().backward()
+            handle.average_gradients()
+            model(torch.full((1, 2), 2 * slope)).sum().backward()
+            optimizer.step()
+            return before - weights_of(model), weights_of(model)
+
+    world = run_world(2, work)
+    for moved, own in world:
+        torch.testing.assert_close(moved, torch.tensor([6.0, 6.0]), rtol=0, atol=1e-5)  # (1 + 3) / 2 + (2 + 6) / 2
+        assert torch.equal(own, world[0][1])
+
+
 def _closure(model: nn.Module, value: float) -> Any:
     def closure() -> Tensor:
         for parameter in model.parameters():

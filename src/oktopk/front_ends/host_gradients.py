@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,13 @@ class HostGradients:
                 "LBFGS evaluates the loss inside a step as often as that loss wants, which differs between ranks of a "
                 "host: pass hosts=None."
             )
+
+    def watch(self, trained: Sequence[Weights]) -> Iterator[Callable[[], None]]:
+        """See gradients that come after others were averaged: a step was left out, or more is added. How to stop."""
+        if self._is_alone:
+            return
+        for tensor in (tensor for vector in trained for tensor in vector.tensors):
+            yield tensor.register_post_accumulate_grad_hook(lambda _: self._averaged.clear()).remove
 
     def average_(self, optimizer: Optimizer) -> None:
         """Replace gradients by their means over the ranks of this host, unless they are that already."""

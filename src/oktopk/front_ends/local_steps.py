@@ -163,6 +163,7 @@ class LocalSteps:
         for optimizer in self._optimizers:
             yield optimizer.register_step_pre_hook(self._before_step).remove
             yield optimizer.register_step_post_hook(self._after_step).remove
+        yield from self._gradients.watch(self._weights.trained)
         if scaler is not None:
             yield count_skipped_steps(scaler, self._optimizers[-1], lambda: self.step, self._skipped_step)
             yield self._gradients.before_unscaling(scaler)
@@ -187,7 +188,7 @@ class LocalSteps:
     def average_gradients(self) -> None:
         """Average gradients over the ranks of this host now, e.g. to clip their mean; `step` does so otherwise.
 
-        They must be complete. Every rank of the host must call it; where every rank is a worker it does nothing.
+        Every rank of the host must call it; where every rank is a worker it does nothing.
         """
         for optimizer in self._optimizers:
             self._gradients.average_(optimizer)

@@ -77,8 +77,8 @@ class SharedWeights:
             if any(everyone[rank] != everyone[ranks[0]] for rank in ranks):
                 raise OkTopkError(
                     f"ranks {', '.join(map(str, ranks))} are one host and one worker, and have come to different "
-                    "weights: gradients must be complete when they are averaged (no backward() between "
-                    "average_gradients() and step()), and a step must not depend on the rank. Or pass hosts=None."
+                    "weights: gradients must not be changed by one of them after they were averaged, and a "
+                    "step must not depend on the rank. Or pass hosts=None."
                 )
 
     def _share_buffers(self, names: Sequence[str]) -> None:
