@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from oktopk.bench import models
+from oktopk.bench import contenders, models
 from oktopk.bench import step as step_module
 from oktopk.bench.allreduce import AllreduceResult, Sweep, bench_allreduce
 from oktopk.bench.cluster import Cluster, missing_for_emulation, namespaces, open_cluster
@@ -53,6 +53,18 @@ def test_a_workload_can_be_measured_too() -> None:
     model, loss = models.workload("ptb:small", rank=0, world_size=2)
     loss(model).backward()
     assert any(p.grad is not None for p in model.parameters())
+
+
+def test_a_contender_without_a_third_word_is_ddps_buckets_whatever_register_would_choose(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fused: list[str | None] = []
+    monkeypatch.setattr(contenders, "_ddp", lambda model, _: model)
+    monkeypatch.setattr(contenders, "_watched", lambda *_: None)
+    monkeypatch.setattr(contenders, "register", lambda *_, fuse=None, **__: fused.append(fuse))
+    for name in ("oktopk float32", "oktopk float32 flat", "oktopk bfloat16 fused"):
+        contenders.attach(name, torch.nn.Linear(2, 2), 0.1)
+    assert fused == ["bucket", "bucket", "step"]
 
 
 def test_an_unknown_contender_is_refused_before_anything_starts() -> None:

@@ -76,7 +76,8 @@ def attach(
     if "optimizer" in details:
         return _our_optimizer(model, kind, details[0], density, hosts)
     cap_mb = SINGLE_BUCKET_MB if "single" in details else cap_mb
-    return _ours(model, kind, details[0], density, cap_mb, "step" if "fused" in details else None, hosts)
+    # Said, not left to `register`: where ranks share cores it would choose one vector, and no row would be of buckets.
+    return _ours(model, kind, details[0], density, cap_mb, "step" if "fused" in details else "bucket", hosts)
 
 
 def require_known(names: Iterable[str]) -> None:
@@ -118,9 +119,7 @@ def _powersgd(model: nn.Module, rank: int) -> Attached:
     return Attached(ddp, _sgd(ddp), SINGLE_BUCKET_MB, 3, lambda: -1)
 
 
-def _ours(
-    model: nn.Module, algorithm: str, wire: str, density: float, cap_mb: int, fuse: Fuse | None, hosts: int
-) -> Attached:
+def _ours(model: nn.Module, algorithm: str, wire: str, density: float, cap_mb: int, fuse: Fuse, hosts: int) -> Attached:
     ddp = _ddp(model, cap_mb)
     reducer = register(ddp, algorithm, density, wire=wire, fuse=fuse, hosts=hosts)
     # DDP changes its buckets after the first step; what is chosen by trying must have been chosen.
