@@ -154,7 +154,7 @@ class LocalSteps:
         self._due = self._interval.steps(0)
         self._under_way: list[torch.futures.Future[Tensor]] = []
         self._ended = self._submitted = perf_counter()
-        self._arrived: float | None = None  # when the last reduction had travelled
+        self._arrived: list[float] = []  # when the last reduction had travelled, once it has
         self._undo = list(self._attach(scaler, ddp))
         self._written = self._weights.written()
 
@@ -291,21 +291,19 @@ class LocalSteps:
                 only_some = pipeline.asks != "everything" and not request.dense
                 k = pipeline.k_at(step, own.numel) if only_some else 0
                 self._updates.choose(own, k, pipeline.algorithm_of(own.layout).ask_ahead)
-        self._submitted, self._arrived = perf_counter(), None
+        # A list of its own: who waits for a future may go on before what was to be done with it is done.
+        self._submitted, self._arrived = perf_counter(), (arrived := [])
         self._under_way += [self.reducer._submit(own, request) for own, request in given]
-        self._under_way[-1].add_done_callback(self._note_arrival)
+        self._under_way[-1].add_done_callback(lambda _: arrived.append(perf_counter()))
         if not self._updates.deferred:
             self._complete()
-
-    def _note_arrival(self, _: object) -> None:
-        self._arrived = perf_counter()
 
     def _await_arrival(self) -> float:
         """Wait for the reduction that travels beside training, if one does; how many seconds it took."""
         if not self._under_way:
             return 0.0
         self._wait()
-        return (self._arrived or perf_counter()) - self._submitted
+        return (self._arrived[0] if self._arrived else perf_counter()) - self._submitted
 
     def _complete(self) -> None:
         """Wait for what is under way, and apply it if that was put off."""
