@@ -7,7 +7,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -17,6 +19,7 @@ import torch
 from oktopk.cli.main import main
 from oktopk.errors import ConfigError
 from oktopk.training.environment import RankInfo, find_rank, world_rank
+from oktopk.training.turns import Turns, find_turns, turn_variables
 from oktopk.training.workers import cores_of, launch_command, threads_per_worker
 from trainings import TOY, final_weights, strict_rows
 from trainings import plain_kernels as plain_kernels
@@ -39,6 +42,33 @@ SRUN = {
 TORCHRUN = {
     "RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "n", "MASTER_PORT": "9",
 }  # fmt: skip
+
+
+def test_ranks_take_turns_only_where_there_are_fewer_cores_than_ranks(tmp_path: Path) -> None:
+    assert turn_variables(tmp_path, workers=2, cores=2) == {}
+    told = turn_variables(tmp_path, workers=5, cores=2)
+    paths = [find_turns(rank, told)._path for rank in range(5)]
+    assert len(set(paths)) == 2 and [paths.count(path) for path in sorted(set(paths), key=str)] == [3, 2]
+    assert find_turns(0, {})._path is None
+
+
+def test_a_turn_is_had_by_one_rank_at_a_time_and_is_handed_on_by_an_error(tmp_path: Path) -> None:
+    inside: list[int] = []
+    most: list[int] = []
+
+    def compute(rank: int) -> None:
+        with suppress(RuntimeError), Turns(tmp_path / "turn").taken():
+            inside.append(rank)
+            most.append(len(inside))
+            inside.remove(rank)
+            raise RuntimeError("a rank fails while it has the turn")
+
+    ranks = [threading.Thread(target=compute, args=(rank,)) for rank in range(8)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(60)
+    assert most == [1] * 8
 
 
 def read(variables: dict[str, str]) -> RankInfo:

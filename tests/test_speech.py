@@ -20,7 +20,8 @@ from oktopk.workloads import WORKLOADS, workload_classes
 from oktopk.workloads.speech.corpus import find_corpus
 from oktopk.workloads.speech.decode import greedy, prefix_beam
 from oktopk.workloads.speech.features import Augment, LogMel, Spectrogram, features, frame_count, mel_matrix
-from oktopk.workloads.speech.model import BothWays, FrameNorm, LookAhead, PaperNet, SmallNet
+from oktopk.workloads.speech.lstm import FrameLSTM
+from oktopk.workloads.speech.model import BothWays, LookAhead, PaperNet, SmallNet
 from oktopk.workloads.speech.sampler import LengthSampler
 from oktopk.workloads.speech.score import error_rates, error_sums
 from oktopk.workloads.speech.text import ALPHABET, encode
@@ -90,13 +91,44 @@ def test_padding_changes_nothing(model: torch.nn.Module) -> None:
 
 
 def test_padding_does_not_enter_the_running_statistics() -> None:
+    means = []
+    for frames in (60, 90):
+        torch.manual_seed(0)
+        model = PaperNet(hidden=16)
+        model.norm1.eval(), model.norm2.eval()  # those of the convolutions do count it, as the paper's
+        x = torch.zeros(2, 161, frames)
+        x[0, :, :60], x[1, :, :40] = torch.randn(161, 60), torch.randn(161, 40)
+        model(x, torch.tensor([60, 40]))
+        means.append([norm.running_mean for norm in (*model.norms, model.norm_out)])
+    for short, long in zip(*means, strict=True):
+        torch.testing.assert_close(short, long)
+
+
+@pytest.mark.parametrize(("precision", "error"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)], ids=str)
+def test_our_lstm_is_that_of_torch(precision: torch.dtype, error: float) -> None:
+    """`error`: of the norm; rounding of sums over 24 frames, and of bfloat16 with its 8 bits."""
     torch.manual_seed(0)
-    ours, plain = FrameNorm(6), torch.nn.BatchNorm1d(6)
-    x, valid = torch.randn(2, 9, 6) + 3, torch.arange(9) < torch.tensor([[9], [4]])
-    out, expected = ours(x, valid), plain(x[valid])
-    torch.testing.assert_close(out[valid], expected)
-    torch.testing.assert_close(ours.running_mean, plain.running_mean)
-    assert (out[~valid] == 0).all()
+    ours, theirs = FrameLSTM(20, 32, batch_first=True), torch.nn.LSTM(20, 32, batch_first=True)
+    theirs.load_state_dict(ours.state_dict())
+    inputs = [torch.randn(3, 24, 20).requires_grad_() for _ in range(2)]
+    inputs[1].data.copy_(inputs[0].data)
+    outputs = []
+    for lstm, x in zip((ours, theirs), inputs, strict=True):
+        packed = torch.nn.utils.rnn.pack_padded_sequence(
+            x, torch.tensor([9, 24, 15]), batch_first=True, enforce_sorted=False
+        )
+        with torch.autocast("cpu", precision, enabled=lstm is ours and precision != torch.float32):
+            out = lstm(packed)
+        out = (out[0] if lstm is theirs else out).data
+        (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
+        outputs.append(out)
+    pairs = [
+        outputs,
+        [x.grad for x in inputs],
+        *([p.grad, q.grad] for p, q in zip(ours.parameters(), theirs.parameters(), strict=True)),
+    ]
+    for got, expected in pairs:
+        assert got.dtype == torch.float32 and (got - expected).norm() <= error * expected.norm()
 
 
 def test_two_lstms_read_as_a_packed_bidirectional_one() -> None:

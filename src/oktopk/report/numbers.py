@@ -10,7 +10,7 @@ from statistics import fmean, median
 from oktopk.metrics import PHASES, StepRecord
 from oktopk.report.runs import Run, StepLine
 
-LOOP_PHASES = ("data", "forward", "backward", "wait", "optimizer")
+LOOP_PHASES = ("turn", "data", "forward", "backward", "wait", "optimizer")
 WORD = 4  # bytes
 _HIGHER_IS_BETTER = ("acc", "top", "f1")
 

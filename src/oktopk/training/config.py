@@ -67,6 +67,7 @@ class TrainConfig:
     norm_clip: float | None = None  # limit of the gradient norm before it is summed over workers (0: none)
     norm_clip_after: float = 0.0  # limit of the gradient norm after it is summed over workers (0: none)
     seed: int = 0  # of initial weights, data order and augmentation
+    keep_memory: bool = True  # keep what is freed for the next step: faster; no: give it back, and take less
     deterministic: bool = False  # refuse operations whose result may differ between two runs; slower
 
     validate_every: int = 5  # validate on epochs 0, n-1, 2n-1, ... and the last; 0: never

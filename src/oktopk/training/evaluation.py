@@ -10,17 +10,24 @@ from oktopk.checkpoint import read_rank
 from oktopk.training.checkpoint import require_model
 from oktopk.training.config import TrainConfig
 from oktopk.training.devices import HOST, Place, find_place
+from oktopk.training.turns import Turns
 from oktopk.training.workload import make_workload
 from oktopk.training.world import World
 from oktopk.workloads.base import Workload
 
 
-def validate(model: nn.Module, workload: Workload, world: World, place: Place = HOST) -> dict[str, float]:
+def validate(
+    model: nn.Module, workload: Workload, world: World, place: Place = HOST, turns: Turns | None = None
+) -> dict[str, float]:
     """Evaluate on all ranks together and add up."""
     was_training = model.training
     model.eval()
-    with place.autocast():
-        totals = world.together(lambda: workload.evaluate(model, world.rank, world.world_size))
+
+    def evaluate_share() -> dict[str, float]:
+        with (turns or Turns()).taken(), place.autocast():
+            return workload.evaluate(model, world.rank, world.world_size)
+
+    totals = world.together(evaluate_share)
     model.train(was_training)
     shares = world.share(totals)
     names = dict.fromkeys(name for share in shares for name in share)

@@ -17,7 +17,7 @@ from oktopk.metrics import MemorySink, StepRecord, merge
 from oktopk.training.devices import GpuMemory
 from oktopk.training.world import World
 
-LOOP_PHASES = ("data", "forward", "backward", "wait", "optimizer")
+LOOP_PHASES = ("turn", "data", "forward", "backward", "wait", "optimizer")
 
 
 @dataclass(frozen=True)

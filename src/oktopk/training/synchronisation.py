@@ -129,7 +129,7 @@ class ReduceGradients(_Stepping):
             momentum_correction=config.momentum_correction,
             factor_masking=config.factor_masking,
             fold_learning_rate=config.fold_learning_rate,
-            keep_memory=True,
+            keep_memory=config.keep_memory,
             **config.algorithm_options,
         )
         self.reducer: Reducer = self._optimizer.reducer

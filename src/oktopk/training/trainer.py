@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import fields, replace
 from datetime import datetime
 from pathlib import Path
@@ -17,6 +17,7 @@ from torch import Tensor
 from oktopk.errors import ConfigError, DataError
 from oktopk.front_ends.clipping import NormClip
 from oktopk.front_ends.local_steps import worker_hosts
+from oktopk.front_ends.memory import return_freed_memory
 from oktopk.training.algorithms import has_sparse_steps
 from oktopk.training.analysis import Analyzer
 from oktopk.training.checkpoint import Checkpoints, Position, find_checkpoint
@@ -33,6 +34,7 @@ from oktopk.training.recorder import Recorder
 from oktopk.training.run_directory import RunDirectory, write_json
 from oktopk.training.state import State
 from oktopk.training.synchronisation import make_synchronisation
+from oktopk.training.turns import Turns, find_turns
 from oktopk.training.values import as_fields
 from oktopk.training.workload import make_workload
 from oktopk.training.world import World
@@ -50,6 +52,8 @@ def train(config: TrainConfig, world: World, observer: Observer | None = None) -
     torch.use_deterministic_algorithms(config.deterministic)
     if config.deterministic:
         allow_determinism()
+    if not config.keep_memory:
+        return_freed_memory()
     seed_all(config.seed)
     watcher = observer if observer and world.is_first else Observer()
     workload = world.local_first(lambda: make_workload(config, watcher.preparing))
@@ -86,6 +90,7 @@ class Trainer:
         self.config, self.workload, self.world, self.observer = config, workload, world, observer
         self.place = world.together(lambda: find_place(config.device, world.local_rank, config.precision))
         self.recipe = config.recipe(workload.recipe, self._steppers(config.reduced(workload.recipe)))
+        self.turns = find_turns(world.rank) if self.place.device.type == "cpu" else Turns()
         self.model = workload.model().to(self.place.device)
         self.batches_per_epoch = world.together(lambda: workload.steps_per_epoch(world.world_size))
         self.steps_per_epoch = -(-self.batches_per_epoch // config.accumulate)
@@ -235,6 +240,18 @@ class Trainer:
         return losses
 
     def _backward(self, batches: Iterator[Any], micro_batches: int) -> Tensor:
+        with self._turn():
+            return self._compute(batches, micro_batches)
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """This rank's turn to compute, where ranks take turns."""
+        with ExitStack() as stack:
+            with self.stopwatch.phase("turn"):
+                stack.enter_context(self.turns.taken())
+            yield
+
+    def _compute(self, batches: Iterator[Any], micro_batches: int) -> Tensor:
         with self.stopwatch.phase("data"):
             batch = self.place.take(next(batches, None))
         if batch is None:
@@ -281,7 +298,7 @@ class Trainer:
         """The numbers of all ranks' shares together, and whether they are the best so far."""
         self.observer.validating(self.at.epoch)
         with self.optimizer.shared():
-            numbers = validate(self.model, self.workload, self.world, self.place)
+            numbers = validate(self.model, self.workload, self.world, self.place, self.turns)
         value = numbers.get(self.workload.metric.name)
         is_best = value is not None and self._is_better(value)
         best, stale = (value, 0) if is_best else (self.at.best, self.at.stale + 1)

@@ -11,6 +11,7 @@ import tempfile
 import uuid
 from collections.abc import Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,11 +22,12 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from oktopk.errors import PeerError
 from oktopk.training.environment import RankInfo
 from oktopk.training.interrupts import die_with_parent
+from oktopk.training.turns import turn_variables
 
 # What ends the workers, and how long they have for a last checkpoint. An older torch takes neither: SIGUSR1 then ends
 # the launcher itself, and workers that have lost their launcher write a checkpoint and end too.
 _ENDING: dict[str, Any] = {"signals_to_handle": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1", "shutdown_timeout": 120}
-_PARENT_VARIABLE = "OKTOPK_LAUNCHER_PID"
+PARENT_VARIABLE = "OKTOPK_LAUNCHER_PID"
 
 
 def launch_workers(workers: int, module_arguments: Sequence[str]) -> int:
@@ -36,9 +38,10 @@ def launch_workers(workers: int, module_arguments: Sequence[str]) -> int:
     """
     _silence_agent()
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_worker(workers)))
-    os.environ[_PARENT_VARIABLE] = str(os.getpid())
+    os.environ[PARENT_VARIABLE] = str(os.getpid())
     try:
         with tempfile.TemporaryDirectory(prefix="oktopk-launch-") as logs:
+            os.environ.update(turn_variables(Path(logs), workers))
             elastic_launch(_launch_config(workers, logs), sys.executable)("-u", "-m", *module_arguments)
     except SignalException as stopped:
         return 128 + signal.SIGINT if stopped.sigval == signal.SIGINT else 0
@@ -68,7 +71,7 @@ def bind_worker(info: RankInfo | None) -> None:
     mine = cores_of(info.local_rank, info.local_world_size, cores)
     if mine:
         os.sched_setaffinity(0, mine)
-    if os.environ.get(_PARENT_VARIABLE) == str(os.getppid()):
+    if os.environ.get(PARENT_VARIABLE) == str(os.getppid()):
         die_with_parent(signal.SIGTERM)
 
 

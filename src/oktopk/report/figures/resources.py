@@ -20,7 +20,7 @@ from oktopk.report.figures.base import (
 from oktopk.report.runs import Run, StepLine
 
 _COLORS = {
-    "data": "p0", "forward": "p1", "backward": "p2", "wait": "c6", "optimizer": "p9",
+    "turn": "muted", "data": "p0", "forward": "p1", "backward": "p2", "wait": "c6", "optimizer": "p9",
     "select": "p3", "pack": "p4", "exchange": "p5", "sum": "p6", "gather": "p7", "unpack": "p8",
 }  # fmt: skip
 

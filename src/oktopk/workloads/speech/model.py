@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
+from oktopk.workloads.speech.lstm import FrameLSTM
 from oktopk.workloads.speech.text import ALPHABET
 
 
@@ -19,10 +21,10 @@ class PaperNet(nn.Module):
         self.conv2 = nn.Conv2d(32, 32, (21, 11), stride=(2, 1), padding=(10, 5))
         self.norm2 = nn.BatchNorm2d(32)
         sizes = [32 * -(-bins // 4), *[hidden] * (layers - 1)]
-        self.lstms = nn.ModuleList(nn.LSTM(size, hidden, batch_first=True) for size in sizes)
-        self.norms = nn.ModuleList(FrameNorm(hidden) for _ in sizes[1:])
+        self.lstms = nn.ModuleList(FrameLSTM(size, hidden, batch_first=True) for size in sizes)
+        self.norms = nn.ModuleList(nn.BatchNorm1d(hidden) for _ in sizes[1:])
         self.ahead = LookAhead(hidden, ahead)
-        self.norm_out = FrameNorm(hidden)
+        self.norm_out = nn.BatchNorm1d(hidden)
         self.out = nn.Linear(hidden, len(ALPHABET), bias=False)
 
     def forward(self, inputs: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -30,12 +32,14 @@ class PaperNet(nn.Module):
         lengths = (lengths - 1) // 2 + 1
         x = self._convolve(inputs[:, None], lengths)  # [batch, 32, 41, steps]
         x = x.flatten(1, 2).transpose(1, 2)  # [batch, steps, 1312]
-        valid = _valid(lengths, x.shape[1])
+        # From here on without padding, which would neither be normalised with the rest nor count.
+        frames = pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
         for index, lstm in enumerate(self.lstms):
-            x = self.norms[index - 1](x, valid) if index else x
-            x, _ = lstm(x)  # unidirectional: padding comes after all that counts
-        x = F.hardtanh(self.ahead(x * valid[..., None]), 0.0, 20.0)
-        return F.log_softmax(self.out(self.norm_out(x, valid)), dim=-1), lengths
+            frames = _mapped(self.norms[index - 1], frames) if index else frames
+            frames = lstm(frames)
+        x = F.hardtanh(self.ahead(_padded(frames)), 0.0, 20.0)
+        frames = _mapped(self.norm_out, pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False))
+        return F.log_softmax(self.out(_padded(frames)), dim=-1), lengths
 
     def _convolve(self, x: Tensor, lengths: Tensor) -> Tensor:
         for conv, norm in ((self.conv1, self.norm1), (self.conv2, self.norm2)):
@@ -86,15 +90,6 @@ class BothWays(nn.Module):
         return torch.cat([ahead, back.gather(1, index.expand_as(back))], dim=-1)
 
 
-class FrameNorm(nn.BatchNorm1d):
-    """Batch normalisation over the frames that exist; padding neither counts nor changes."""
-
-    def forward(self, x: Tensor, valid: Tensor) -> Tensor:  # type: ignore[override]
-        out = torch.zeros_like(x)
-        out[valid] = super().forward(x[valid])
-        return out
-
-
 class LookAhead(nn.Module):
     """Each channel sees its own present and the next `ahead` frames."""
 
@@ -107,6 +102,16 @@ class LookAhead(nn.Module):
         """[batch, steps, channels] to the same shape."""
         out: Tensor = self.conv(F.pad(x.transpose(1, 2), (0, self.ahead)))
         return out.transpose(1, 2)
+
+
+def _mapped(layer: nn.Module, frames: PackedSequence) -> PackedSequence:
+    """A layer that takes every frame by itself."""
+    return PackedSequence(layer(frames.data), *frames[1:])
+
+
+def _padded(frames: PackedSequence) -> Tensor:
+    """[batch, steps, channels], zero after the end of an utterance."""
+    return pad_packed_sequence(frames, batch_first=True)[0]
 
 
 def _valid(lengths: Tensor, steps: int) -> Tensor:
