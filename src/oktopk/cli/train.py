@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, make_dataclass, replace
 from pathlib import Path
@@ -59,6 +60,8 @@ class Train(TrainConfig):
     algorithm_options: tyro.conf.Suppress[Mapping[str, Any]] = field(default_factory=dict)
     dry_run: bool = False  # print the resolved configuration and the launch command, and do nothing
     quiet: bool = False  # print nothing but errors and the last line
+    emulate_hosts: int = 0  # deal the workers out over this many hosts that exist only here (root, iproute2); 0: none
+    network: str = "loopback"  # of emulated hosts: a rate such as 1gbit, or as fast as the machine moves bytes
     trust: bool = False  # with --resume: import the module:Class that the run names, whatever it is
 
     @classmethod
@@ -77,9 +80,23 @@ class Train(TrainConfig):
     def __call__(self) -> int:
         if self.dry_run:
             return self._describe()
+        if find_rank() is None and self.emulate_hosts:
+            return self._emulate()
         if find_rank() is None and self.workers > 1:
             return launch_workers(self.workers, [_MODULE, "train", *to_argv(self)])
         return self._work()
+
+    def _emulate(self) -> int:
+        from oktopk.bench.cluster import emulated_cluster
+        from oktopk.bench.hosted import run_on_hosts
+        from oktopk.bench.network import Network
+
+        per_host, left_over = divmod(self.workers, self.emulate_hosts)
+        if left_over or not per_host:
+            raise ConfigError(f"{self.workers} workers cannot be dealt out evenly over {self.emulate_hosts} hosts.")
+        argv = [sys.executable, "-u", "-m", _MODULE, "train", *to_argv(replace(self, emulate_hosts=0))]
+        with emulated_cluster(self.emulate_hosts, Network.parse(self.network), per_host) as cluster:
+            return run_on_hosts(cluster, argv)
 
     def _work(self) -> int:
         bind_worker(find_rank())

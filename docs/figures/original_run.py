@@ -1,0 +1,147 @@
+"""Draws the figures of docs/original-run.md: from the log that is kept beside it, and from runs of its next steps.
+
+python docs/figures/original_run.py [RUNS]
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from oktopk.plotting.bars import Bar, draw_histogram, draw_labelled_bars
+from oktopk.plotting.drawing import Drawing, write_svg
+from oktopk.plotting.frame import Axis, Frame, Marker
+from oktopk.plotting.lines import Chart, Series, draw_lines
+from oktopk.report.figures.selection import kind_of
+
+DOCS = Path(__file__).parent.parent
+KEPT, IMAGES = DOCS / "original-run", DOCS / "img"
+SMOOTH = 10  # steps that a line of a sweep is the mean of
+WIDE = Frame(560, 320)
+SIGMAS = {"0.1336": "1.5", "0.0455": "2.0", "0.0124": "2.5", "0.0027": "3.0"}  # share of a normal law beyond them
+
+Row = dict[str, Any]
+
+
+def main(runs: Path) -> None:
+    draw("loss", "The original experiment, its first steps: mean loss of 8 ranks", original_loss())
+    sweeps = {
+        "compare": ("Four algorithms", [f"next-{name}" for name in ("dense", "topka", "gtopk", "oktopk")]),
+        "rates": ("Three learning rates", [f"rate-oktopk-lr{rate}" for rate in ("0.001", "0.005", "0.01")]),
+        "densities": ("Three densities", [f"density-oktopk-density{share}" for share in ("0.02", "0.05", "0.10")]),
+    }
+    for name, (title, names) in sweeps.items():
+        if all((runs / run).is_dir() for run in names):
+            draw(name, f"{title}: training loss, mean of {SMOOTH} steps", losses(runs, names))
+    if (runs / "look").is_dir():
+        looks = rows(runs / "look" / "analysis.jsonl")
+        before, after = switch(runs / "look", looks)
+        draw("before", f"Magnitudes at step {before['step']}, before the switch", magnitudes(before))
+        draw("after", f"Magnitudes at step {after['step']}, after the switch", magnitudes(after))
+        draw("kinds", "Share of entries sent, by kind of parameter, last step analysed", kinds(looks[-1]))
+        draw("overlap", "Overlap with the true top k", overlap(looks, after["step"]))
+    if (runs / "sigma-gaussiank-density0.1336").is_dir():
+        draw("sigma", "What a threshold of so many deviations chooses", sigma(runs))
+    if (runs / "thirty").is_dir():
+        draw("thirty", "Thirty epochs, stopped and resumed: word error rate", thirty(runs / "thirty"))
+
+
+def draw(name: str, title: str, drawing: Drawing) -> None:
+    write_svg(IMAGES / f"original-{name}.svg", title, drawing)
+
+
+def rows(path: Path) -> list[Row]:
+    text = gzip.decompress(path.read_bytes()).decode() if path.suffix == ".gz" else path.read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def original_loss() -> Drawing:
+    wide, narrow = (rows(KEPT / f"{name}-steps.jsonl.gz") for name in ("float32", "switch"))
+    shown = [
+        Series(name, [row["step"] for row in steps], [row["loss"] for row in steps], color, "points")
+        for name, steps, color in (("bfloat16", narrow, "c2"), ("float32", wide, "c0"))
+    ]
+    first = next(row["step"] for row in narrow if row["reduce"]["phase"] == "sparse")
+    y = Axis("loss per character", log=True)
+    return draw_lines(Chart(Axis("step"), y, shown, [Marker(first, "sparse")], frame=WIDE))
+
+
+def losses(runs: Path, names: Sequence[str]) -> Drawing:
+    shown = [smooth(rows(runs / name / "steps.jsonl"), name.split("-", 1)[1], f"c{n}") for n, name in enumerate(names)]
+    first = rows(runs / names[-1] / "steps.jsonl")
+    marks = [Marker(row["step"], "sparse") for row in first if row["reduce"]["phase"] == "sparse"][:1]
+    return draw_lines(Chart(Axis("step"), Axis("loss per character"), shown, marks, frame=WIDE))
+
+
+def smooth(steps: Sequence[Row], name: str, color: str) -> Series:
+    groups = [steps[n : n + SMOOTH] for n in range(SMOOTH, len(steps), SMOOTH)]  # the first steps are off the chart
+    return Series(name, [g[-1]["step"] for g in groups], [fmean(row["loss"] for row in g) for g in groups], color)
+
+
+def switch(run: Path, looks: Sequence[Row]) -> tuple[Row, Row]:
+    """The last analysis of a dense step, and the first of a sparse one."""
+    sparse = {row["step"] for row in rows(run / "steps.jsonl") if row["reduce"]["phase"] == "sparse"}
+    return [one for one in looks if one["step"] not in sparse][-1], next(o for o in looks if o["step"] in sparse)
+
+
+def magnitudes(look: Row) -> Drawing:
+    edges, counts = look["histogram_before"]["edges"], look["histogram_before"]["counts"]
+    columns = [
+        Series("gradient and residual of rank 0", edges[1:], counts, "c0", "area"),
+        Series("sent", edges[1:], look["histogram_after"]["counts"], "c2", "area"),
+    ]
+    return draw_histogram(Axis("magnitude", log=True), Axis("entries", zero=True), edges, columns)
+
+
+def kinds(look: Row) -> Drawing:
+    by_kind: dict[str, list[float]] = {}
+    for name, share in look["density_by_parameter"].items():
+        by_kind.setdefault(kind_of(name), []).append(share)
+    means = sorted(((fmean(shares), kind) for kind, shares in by_kind.items()), reverse=True)
+    bars = [Bar(kind, [("sent", share, "c2")], f"{share:.2%}") for share, kind in means]
+    return draw_labelled_bars(bars, Axis("share of entries", "share"))
+
+
+def overlap(looks: Sequence[Row], first: int) -> Drawing:
+    sparse = [look for look in looks if look["step"] >= first]
+    x = [look["step"] for look in sparse]
+    shown = [
+        Series("by energy", x, [look["overlap_energy"] for look in sparse], "c2", "points"),
+        Series("by count", x, [look["overlap_count"] for look in sparse], "c0", "points"),
+    ]
+    return draw_lines(Chart(Axis("step"), Axis("overlap", "share", include=(0.0, 1.0)), shown, frame=WIDE))
+
+
+def sigma(runs: Path) -> Drawing:
+    bars = []
+    for density, deviations in SIGMAS.items():
+        steps = rows(runs / f"sigma-gaussiank-density{density}" / "steps.jsonl")
+        sparse = [row["reduce"] for row in steps if row["reduce"]["phase"] == "sparse"]
+        share = fmean(record["selected_local"] / record["numel"] for record in sparse)
+        bars.append(
+            Bar(
+                f"{deviations} deviations",
+                [("chosen by rank 0", share, "c2")],
+                f"{share:.2%}, normal {float(density):.2%}",
+            )
+        )
+    return draw_labelled_bars(bars, Axis("share of entries", "share"))
+
+
+def thirty(run: Path) -> Drawing:
+    epochs = [row for row in rows(run / "epochs.jsonl") if "validation" in row]
+    x = [row["epoch"] for row in epochs]
+    shown = [
+        Series(name, x, [row["validation"][name] for row in epochs], c, "points")
+        for name, c in (("WER", "c2"), ("CER", "c0"))
+    ]
+    return draw_lines(Chart(Axis("epoch"), Axis("error rate", "share", zero=True), shown, frame=WIDE))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "runs"))
