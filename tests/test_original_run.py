@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from oktopk.bench.cluster import missing_for_emulation
 from oktopk.cli.main import main
 from trainings import TOY, strict_rows
+from trainings import plain_kernels as plain_kernels
 
 ROOT = Path(__file__).parent.parent
 KEPT = ROOT / "docs" / "original-run"
@@ -67,10 +69,15 @@ def test_two_runs_of_the_experiment_are_the_same_bit_for_bit_as_long_as_both_are
     assert one[:13] == other[:13]  # step 12 is the first whose update is sparse, in one of them
 
 
+@pytest.mark.slow
 @needs_hosts
 @pytest.mark.processes
 @pytest.mark.timeout(200)
-def test_workers_are_dealt_out_over_emulated_hosts(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("plain_kernels")
+def test_workers_are_dealt_out_over_emulated_hosts(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
     assert _train_toy(tmp_path, "--workers", "4", "--emulate-hosts", "2") == 0
     rows = strict_rows(tmp_path / "toy" / "steps.jsonl")
     assert len(rows) == 3 and all(row["reduce"]["inside_bytes"] > 0 for row in rows)
