@@ -9,6 +9,7 @@ import gzip
 import json
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -23,7 +24,7 @@ DOCS = Path(__file__).parent.parent
 KEPT, IMAGES = DOCS / "original-run", DOCS / "img"
 SMOOTH = 10  # steps that a line of a sweep is the mean of
 WIDE = Frame(560, 320)
-SIGMAS = {"0.1336": "1.5", "0.0455": "2.0", "0.0124": "2.5", "0.0027": "3.0"}  # share of a normal law beyond them
+SIGMAS = {1.5: 0.1336, 2.0: 0.0455, 2.5: 0.0124, 3.0: 0.0027}  # share of a normal law beyond so many deviations
 
 Row = dict[str, Any]
 
@@ -31,22 +32,26 @@ Row = dict[str, Any]
 def main(runs: Path) -> None:
     draw("loss", "The original experiment, its first steps: mean loss of 8 ranks", original_loss())
     sweeps = {
-        "compare": ("Four algorithms", [f"next-{name}" for name in ("dense", "topka", "gtopk", "oktopk")]),
-        "rates": ("Three learning rates", [f"rate-oktopk-lr{rate}" for rate in ("0.001", "0.005", "0.01")]),
-        "densities": ("Three densities", [f"density-oktopk-density{share}" for share in ("0.02", "0.05", "0.10")]),
+        "compare": ("Algorithms", [f"next-{name}" for name in ("dense", "topka", "gtopk", "oktopk")]),
+        "rates": (
+            "Learning rates",
+            ["rate-oktopk-lr0.001", "next-oktopk", "rate-oktopk-lr0.005", "rate-oktopk-lr0.01"],
+        ),
+        "densities": ("Densities", ["next-oktopk", "density-oktopk-density0.05", "density-oktopk-density0.10"]),
     }
     for name, (title, names) in sweeps.items():
-        if all((runs / run).is_dir() for run in names):
-            draw(name, f"{title}: training loss, mean of {SMOOTH} steps", losses(runs, names))
+        there = [run for run in names if (runs / run).is_dir()]
+        if len(there) > 1:
+            draw(name, f"{title}: training loss, mean of {SMOOTH} steps", losses(runs, there))
     if (runs / "look").is_dir():
         looks = rows(runs / "look" / "analysis.jsonl")
         before, after = switch(runs / "look", looks)
         draw("before", f"Magnitudes at step {before['step']}, before the switch", magnitudes(before))
         draw("after", f"Magnitudes at step {after['step']}, after the switch", magnitudes(after))
         draw("kinds", "Share of entries sent, by kind of parameter, last step analysed", kinds(looks[-1]))
-        draw("overlap", "Overlap with the true top k", overlap(looks, after["step"]))
-    if (runs / "sigma-gaussiank-density0.1336").is_dir():
-        draw("sigma", "What a threshold of so many deviations chooses", sigma(runs))
+        sparse = [look for look in looks if look["step"] >= after["step"]]
+        draw("sigma", "Entries beyond so many standard deviations", sigma(sparse))
+        draw("overlap", "Overlap with the true top k", overlap(sparse))
     if (runs / "thirty").is_dir():
         draw("thirty", "Thirty epochs, stopped and resumed: word error rate", thirty(runs / "thirty"))
 
@@ -107,8 +112,7 @@ def kinds(look: Row) -> Drawing:
     return draw_labelled_bars(bars, Axis("share of entries", "share"))
 
 
-def overlap(looks: Sequence[Row], first: int) -> Drawing:
-    sparse = [look for look in looks if look["step"] >= first]
+def overlap(sparse: Sequence[Row]) -> Drawing:
     x = [look["step"] for look in sparse]
     shown = [
         Series("by energy", x, [look["overlap_energy"] for look in sparse], "c2", "points"),
@@ -117,20 +121,25 @@ def overlap(looks: Sequence[Row], first: int) -> Drawing:
     return draw_lines(Chart(Axis("step"), Axis("overlap", "share", include=(0.0, 1.0)), shown, frame=WIDE))
 
 
-def sigma(runs: Path) -> Drawing:
+def sigma(looks: Sequence[Row]) -> Drawing:
     bars = []
-    for density, deviations in SIGMAS.items():
-        steps = rows(runs / f"sigma-gaussiank-density{density}" / "steps.jsonl")
-        sparse = [row["reduce"] for row in steps if row["reduce"]["phase"] == "sparse"]
-        share = fmean(record["selected_local"] / record["numel"] for record in sparse)
-        bars.append(
-            Bar(
-                f"{deviations} deviations",
-                [("chosen by rank 0", share, "c2")],
-                f"{share:.2%}, normal {float(density):.2%}",
-            )
-        )
+    for deviations, normal in SIGMAS.items():
+        share = fmean(beyond(look["histogram_before"], deviations) for look in looks)
+        bars.append(Bar(f"{deviations} deviations", [("beyond", share, "c2")], f"{share:.2%}, normal {normal:.2%}"))
     return draw_labelled_bars(bars, Axis("share of entries", "share"))
+
+
+def beyond(histogram: Row, deviations: float) -> float:
+    """Share of entries whose magnitude exceeds so many standard deviations, as far as bins of a third tell."""
+    edges, counts = histogram["edges"], histogram["counts"]
+    middles = [(low * high) ** 0.5 for low, high in pairwise(edges)]
+    total = sum(counts)
+    limit = deviations * (sum(n * middle**2 for n, middle in zip(counts, middles, strict=True)) / total) ** 0.5
+    parts = (
+        n * min(1.0, max(0.0, (high - limit) / (high - low)))
+        for n, (low, high) in zip(counts, pairwise(edges), strict=True)
+    )
+    return sum(parts) / total
 
 
 def thirty(run: Path) -> Drawing:
