@@ -449,3 +449,23 @@ def check_replay(piece: Timing, results: Results) -> None:
     (run,) = results.runs(piece.job.contender, 2, "1gbit")
     assert run[-1].seconds == pytest.approx(sum(taken["seconds"][kind] for kind in kinds))
     assert run[-1].bytes == pytest.approx(sum(taken["bytes"][kind] for kind in kinds))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(missing is not None, reason=f"no emulated network here: {missing}")
+def test_a_measured_sweep_times_what_really_crossed_the_network(tmp_path: Path) -> None:
+    arguments = [
+        "bench", "target", "gpt", "--preset", "tiny", "--epochs", "1", "--seeds", "1", "--network", "1gbit",
+        "--contenders", "ddp dense", "updates", "--evaluations", "2", "--measured", "--target", "100",
+        "--runs", str(tmp_path / "runs"), "--docs", str(tmp_path / "docs"),
+    ]  # fmt: skip
+    assert main(arguments) == 0
+    results = read_target(tmp_path / "docs" / "bench" / "target-gpt-tiny.json")
+    assert results.is_measured and not results.trained and not results.costs and not results.checks()
+    for one in results.standings(2, "1gbit"):
+        name = one.contender.replace(" ", "-")
+        summary = read_json(tmp_path / "runs" / f"gpt-tiny-2hosts-{name}-1gbit-seed0" / "summary.json")
+        assert one.ends[0].seconds == pytest.approx(summary["seconds"])
+        assert one.ends[0].bytes == summary["bytes_sent"] > 0
+        assert one.has_reached and one.reached[0].step == 50  # chance is 128
