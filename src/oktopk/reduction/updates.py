@@ -19,7 +19,7 @@ from torch import Tensor
 
 from oktopk.errors import OkTopkError
 from oktopk.kernels.base import Kernels
-from oktopk.kernels.pages import empty_on_large_pages
+from oktopk.kernels.pages import cat_on_large_pages
 from oktopk.kernels.staging import to_device
 from oktopk.kernels.tensors import sum_of_squares
 from oktopk.reduction.feedback import residual_dtype
@@ -60,8 +60,7 @@ class Updates:
     def begin(self, own: Gradient) -> None:
         """Share these weights, which must be the same on every rank. Nothing is owed."""
         dtype = residual_dtype(own.dtype)
-        shared = empty_on_large_pages(own.numel, own.pieces[0], dtype)
-        weights = _Weights(torch.cat([piece.to(dtype) for piece in own.pieces], out=shared))
+        weights = _Weights(cat_on_large_pages([piece.to(dtype) for piece in own.pieces]))
         if own.dtype != dtype:
             weights.owed = torch.zeros_like(weights.shared)
             weights.before = tuple(piece.clone() for piece in own.pieces)
