@@ -259,3 +259,21 @@ def test_flags_of_values_and_values_of_flags() -> None:
     assert to_flags({"a_b": [1, 2], "c": True, "d": False, "e": None}, {"c": bool, "d": bool}) == [
         "--a-b", "1", "2", "--c", "--no-d",
     ]  # fmt: skip
+
+
+def test_a_signal_that_ends_one_training_of_a_comparison_ends_the_comparison(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = []
+
+    def end_by_signal(variant: Train) -> int:
+        begun.append(variant.name)
+        run = variant.runs / str(variant.name)
+        run.mkdir(parents=True)
+        (run / "summary.json").write_text('{"stopped_by": "SIGTERM"}')
+        return 0
+
+    monkeypatch.setattr(Train, "__call__", end_by_signal)
+    command = Compare.parse([TOY, "--runs", str(tmp_path), "--name", "both"], "oktopk compare")
+    assert command() == 0
+    assert begun == ["both-dense"]

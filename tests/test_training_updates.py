@@ -68,7 +68,14 @@ def test_a_preset_switches_to_updates_by_one_word() -> None:
 
 
 @pytest.mark.parametrize(
-    "said", [{"algorithm": "topka"}, {"density": 0.02}, {"warmup_steps": 100}, {"norm_clip_after": 1.0}]
+    "said",
+    [
+        {"algorithm": "topka"},
+        {"density": 0.02},
+        {"algorithm_options": {"threshold": "reused"}},
+        {"warmup_steps": 100},
+        {"norm_clip_after": 1.0},
+    ],
 )
 def test_who_names_an_algorithm_a_density_or_dense_steps_means_gradients(said: dict[str, Any]) -> None:
     base = Recipe(optimizer="adamw", lr=0.01, density=0.02, warmup_steps=100, reduce="updates")

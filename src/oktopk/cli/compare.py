@@ -51,9 +51,16 @@ class Compare(Train):
         for variant in variants:
             console().print(f"== {variant.name}", markup=False) if world_rank() == 0 and not self.dry_run else None
             code = variant()
-            if code:
+            if code or self._was_stopped(variant):
                 return code
         return 0 if self.dry_run or world_rank() != 0 else self._conclude([v.runs / str(v.name) for v in variants])
+
+    def _was_stopped(self, variant: Train) -> bool:
+        """Whether a signal ended it, which is meant for all that were to follow, too."""
+        if self.dry_run:
+            return False
+        stopped_by = str(RunDirectory(variant.runs / str(variant.name)).summary.get("stopped_by", ""))
+        return stopped_by.startswith("SIG")
 
     def variants(self) -> list[Train]:
         """One training per algorithm and point of the grid, in runs that share a name."""

@@ -143,8 +143,9 @@ class TrainConfig:
         """What is reduced: what the preset says, as it was tried. Who names an algorithm, a density or dense steps
         means gradients, as papers do; so does who asks for what only gradients have."""
         chosen = (self.algorithm, self.density, self.warmup_steps)
-        about_gradients = any(value is not None for value in chosen) or bool(self.density_schedule)
-        about_gradients |= any(getattr(self, name) for name in _ABOUT_GRADIENTS)
+        about_gradients = any(value is not None for value in chosen)
+        about_gradients |= any(getattr(self, name) for name in (*_ABOUT_GRADIENTS, "density_schedule"))
+        about_gradients |= bool(self.algorithm_options)  # without a name they are Ok-Topk's
         return self.reduce or ("gradients" if about_gradients else base.reduce)
 
     def _for_updates(self, base: Recipe, steppers: int) -> Recipe:
