@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -17,16 +17,16 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of an environment that has the wheel, and sees the libraries it depends on."""
+    """The interpreter of an environment that had nothing in it, and got the wheel with what that says it needs."""
     folder = tmp_path_factory.mktemp("wheel")
     run(sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", folder, ROOT)
     (wheel,) = folder.glob("oktopk-*.whl")
     run(sys.executable, "-m", "venv", "--without-pip", folder / "environment")
     interpreter = folder / "environment" / "bin" / "python"
-    run(sys.executable, "-m", "pip", "--python", interpreter, "install", "--no-index", "--no-deps", wheel)
-    # Last, and by a path file: those inside the directory, an editable install's for one, are not read then.
-    packages = next((folder / "environment" / "lib").glob("python*/site-packages"))
-    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    install = [sys.executable, "-m", "pip", "--python", interpreter, "install", "--no-compile"]
+    pinned = ["--constraint", ROOT / "constraints.txt"]
+    run(*install, *pinned, f"torch=={torch.__version__.partition('+')[0]}")
+    run(*install, *pinned, f"{wheel}[trainer]")
     return interpreter
 
 
