@@ -101,7 +101,7 @@ class Training:
         setting = Setting(self._config(job), self.recipe, self.model, self._transport, self.schedule)
         self.participant: Participant = contender.attach(setting)
         seed_rank(job.seed, context.rank)
-        self.done = 0
+        self.done, self._counted = 0, self._sent()
         self._batches = self._endless()
         self.model.train()
 
@@ -115,15 +115,15 @@ class Training:
             epoch += 1
 
     def step(self) -> Seen:
-        """The next one."""
-        started, before = perf_counter(), self._sent()
+        """The next one. What was still under way when the last one ended is counted here."""
+        started, before = perf_counter(), self._counted
         taken, rate = self.participant, learning_rate(self.recipe, self.done, self.per_epoch, self.world.world_size)
         loss = take_step(self.workload, taken.model, taken.optimizer, next(self._batches), rate, taken.clip)
         taken.exchange(self.done)
         seen = float(loss)
-        seconds, sent = perf_counter() - started, self._sent() - before
+        seconds, self._counted = perf_counter() - started, self._sent()
         self.done += 1
-        return Seen(self.done - 1, self.schedule.kind(self.done - 1), seen, rate, seconds, sent)
+        return Seen(self.done - 1, self.schedule.kind(self.done - 1), seen, rate, seconds, self._counted - before)
 
     def finish(self) -> Seen | None:
         """What ends it, for contenders whose ranks have weights of their own."""
@@ -142,7 +142,9 @@ class Training:
             copy.copy_(own)
         differing = pairs if self.participant.finish else pairs[len(list(self.model.parameters())) :]
         self.world.average_([copy for copy, _ in differing if copy.is_floating_point()])
-        return validate(self._copy, self.workload, self.world)
+        numbers = validate(self._copy, self.workload, self.world)
+        self._counted = self._sent()
+        return numbers
 
     def close(self) -> None:
         self.participant.close()
