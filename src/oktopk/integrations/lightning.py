@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from abc import ABC, abstractmethod
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,15 @@ from oktopk.front_ends.options import LocalStepsOptions, RegisterOptions
 from oktopk.integrations.state import Attached, beside, copied, load_if_saved
 
 
-class _Resuming(Callback):
+class _Resuming(Callback, ABC):
     """Attaches something to the model while it trains, and keeps its state beside the Trainer's checkpoints."""
 
     def __init__(self) -> None:
         self._attached: Attached | None = None
 
+    @abstractmethod
     def attach(self, trainer: Trainer, scaler: Any) -> Attached:
-        raise NotImplementedError
+        """What is attached; called on every rank when training begins."""
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         self._close()  # that of a training that an exception ended

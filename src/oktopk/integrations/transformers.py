@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from oktopk.front_ends.options import LocalStepsOptions, RegisterOptions
 from oktopk.integrations.state import FOLDER, Attached, lend, load_if_saved
 
 
-class _Resuming(TrainerCallback):
+class _Resuming(TrainerCallback, ABC):
     """Attaches something to a Trainer's model while it trains, and keeps its state in the Trainer's checkpoints."""
 
     def __init__(self, trainer: Trainer) -> None:
@@ -27,8 +28,9 @@ class _Resuming(TrainerCallback):
         self._resumed_from: Path | None = None
         self._watch_train()
 
+    @abstractmethod
     def attach(self) -> Attached:
-        raise NotImplementedError
+        """What is attached; called on every rank when training begins."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._close()  # that of a training that an exception ended

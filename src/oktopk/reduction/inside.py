@@ -128,17 +128,11 @@ class Inside:
 
 
 @dataclass(frozen=True)
-class PartialGradient(Gradient):
-    """The sum over a host's ranks of one part of their gradients: `pieces` are this rank's share of it.
-
-    It is not made before somebody needs it, since it can be added to a residual as it is. What came from others is good
-    until the ranks of the host gather.
-    """
+class _Partial(Gradient):
+    """One part of what the ranks of a host hold: `pieces` are this rank's share of it."""
 
     handed: Gradient  # what it is a part of, on this rank
     inside: Inside
-    others: tuple[Tensor, ...]  # the same part of each other rank's gradient, flat, on the host
-    _total: list[Tensor] = field(default_factory=list)  # once it is made
 
     @property
     def whole(self) -> Gradient:
@@ -150,6 +144,18 @@ class PartialGradient(Gradient):
 
     def own(self, names: frozenset[str]) -> frozenset[str]:
         return self.inside.part.names(names)
+
+
+@dataclass(frozen=True)
+class PartialGradient(_Partial):
+    """The sum over a host's ranks of one part of their gradients: `pieces` are this rank's share of it.
+
+    It is not made before somebody needs it, since it can be added to a residual as it is. What came from others is good
+    until the ranks of the host gather.
+    """
+
+    others: tuple[Tensor, ...]  # the same part of each other rank's gradient, flat, on the host
+    _total: list[Tensor] = field(default_factory=list)  # once it is made
 
     @property
     def is_there(self) -> bool:
@@ -195,22 +201,8 @@ class PartialGradient(Gradient):
 
 
 @dataclass(frozen=True)
-class PartialWeights(Gradient):
+class PartialWeights(_Partial):
     """One part of weights that all ranks of a host have alike: this rank reduces it, and all of them move by it."""
-
-    handed: Gradient  # what it is a part of
-    inside: Inside
-
-    @property
-    def whole(self) -> Gradient:
-        return self.handed
-
-    @property
-    def is_scattered(self) -> bool:
-        return True
-
-    def own(self, names: frozenset[str]) -> frozenset[str]:
-        return self.inside.part.names(names)
 
     def parts(self) -> Sequence[Gradient]:
         return [part.gradient(self.handed) for part in self.inside.parts]
