@@ -100,6 +100,46 @@ def test_sums_that_overflow_are_refused(scattered: bool) -> None:
             reducer.submit([("a", 2), ("b", 3)], bucket()).wait()
 
 
+def test_a_bad_bucket_undoes_the_good_one_of_its_step_and_conserves_what_follows() -> None:
+    def work(transport: Any) -> Tensor:
+        total = torch.zeros(2 * TOTAL)
+        with Reducer("oktopk", 0.05, group=transport, min_numel=0, on_nonfinite="skip") as reducer:
+            for step in range(6):
+                first, second = (gradient("normal", TOTAL, transport.rank, 2 * step + part) for part in (0, 1))
+                before = reducer.residuals()
+                given = torch.cat([first, second])
+                if step == 3 and transport.rank == 1:
+                    second[7] = math.nan
+                first = reducer.reduce("first", first)
+                second = reducer.reduce("second", second)
+                if step == 3:
+                    after = reducer.residuals()
+                    assert all(torch.equal(before[name], after[name]) for name in before)
+                    continue
+                total += given - torch.cat([first, second])
+            owed = reducer.residuals()
+        return total - torch.cat([owed["first"], owed["second"]])
+
+    torch.testing.assert_close(sum(run_world(2, work)), torch.zeros(2 * TOTAL), rtol=0, atol=1e-4)
+
+
+def test_what_is_prepared_beside_a_residual_saves_the_copy_of_it() -> None:
+    feedback = Feedback(ReferenceKernels())
+    ones = Gradient.of([("a", 3)], [torch.ones(3)])
+    feedback.compensate(ones, 1, with_feedback=True)
+    places = []
+    for _ in range(4):
+        feedback.forget()
+        residual = feedback._residuals.flat(ones.layout)
+        assert feedback.prepare(ones, 1)
+        feedback.remember(ones, unused=())
+        assert feedback.compensate(ones, 1, with_feedback=True)[0] == residual[0] + 1
+        places += [residual.data_ptr()]
+    assert places[0] == places[2] and places[1] == places[3]  # the two change places
+    feedback.undo()
+    assert torch.equal(feedback.state_dict()["a"], torch.full((3,), 4.0))
+
+
 def test_what_was_prepared_for_a_refused_step_is_not_used_later() -> None:
     feedback = Feedback(ReferenceKernels())
     bad, good = (Gradient.of([("a", 2), ("b", 1)], [torch.full((2,), x), torch.full((1,), x)]) for x in (math.nan, 1.0))

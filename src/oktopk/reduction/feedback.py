@@ -35,6 +35,8 @@ class Feedback:
         self._energy: dict[Layout, float] = {}  # sum of squares
         self._paid: set[Layout] = set()  # a dense step paid everything back, and nothing was added since
         self._spare: Tensor | None = None  # memory for one more vector: in `prepare`, and in `joined`
+        self._freed: dict[Layout, Tensor] = {}  # memory of what was remembered in the step before
+        self._is_remembering = False  # `compensate` leaves the residual behind that `undo` wants
         self._prepared: _Prepared | None = None
 
     def prepare(self, gradient: Gradient, k: int) -> bool | None:
@@ -48,7 +50,9 @@ class Feedback:
         residual = self._residuals.at(gradient.layout, gradient.pieces[0])
         if k == 0 or self._momentum or residual is None:
             return None
-        vector = self._spare_for(gradient)
+        vector = self._freed.pop(gradient.layout, None)
+        if vector is None or vector.dtype != residual.dtype or vector.device != residual.device:
+            vector = self._spare_for(gradient)
         energy = gradient.add_to(vector, residual, self._kernels, k)
         self._prepared = _Prepared(gradient.layout, vector, energy)
         return math.isfinite(energy) or self._kernels.all_below([vector], inf)
@@ -83,7 +87,7 @@ class Feedback:
         prepared, self._prepared = self._prepared, None
         if prepared is not None and prepared.layout == layout:
             self._energy[layout] = prepared.energy
-            self._spare = self._residuals.exchange(layout, prepared.vector)
+            self._leave_behind(layout, self._residuals.exchange(layout, prepared.vector))
             return prepared.vector
         residual = self._residuals.get(layout, gradient.pieces[0])
         self._energy[layout] = self._kernels.accumulate_(residual, self._with_momentum(gradient), k)
@@ -143,11 +147,23 @@ class Feedback:
             self._velocities.give_back(held[1])
             self._energy[layout] = self._energy.get(layout, 0.0) + sum_of_squares(*held[0].values())
 
-    def remember(self, gradient: Gradient) -> None:
-        """Keep a copy, for `undo`."""
+    def remember(self, gradient: Gradient, unused: Collection[str]) -> None:
+        """Keep what is owed now, for `undo`: a copy, unless the next residual is prepared beside it already."""
+        self._is_remembering = self.ahead(gradient) is not None and not unused
+        if self._is_remembering:
+            return
         self._residuals.remember(gradient.layout, gradient.pieces[0])
         if self._momentum:
             self._velocities.remember(gradient.layout, gradient.pieces[0])
+
+    def _leave_behind(self, layout: Layout, residual: Tensor) -> None:
+        """Another has taken its place: it is remembered if that was asked for, else memory for the next."""
+        if not self._is_remembering:
+            self._spare = residual
+            return
+        self._residuals.remembered[layout], self._is_remembering = residual, False
+        if self._spare is self._residuals.flat(layout):
+            self._spare = None
 
     def undo(self) -> None:
         """Put everything back as it was when remembered."""
@@ -159,7 +175,7 @@ class Feedback:
 
     def forget(self) -> None:
         """What was remembered is no longer needed."""
-        self._residuals.remembered.clear()
+        self._freed, self._residuals.remembered = self._residuals.remembered, {}
         self._velocities.remembered.clear()
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -140,12 +140,13 @@ class Pipeline:
         self.records.restart()
         gradient = self._share_of(whole)
         plan = self._plan(gradient, request)
+        self._open(plan.step)
         terms, choice, seconds = self._prepare(plan)
         agreed = self._agree(terms)
         self.noticed = max(self.noticed, agreed.notice)
         started = perf_counter() - seconds  # without the agreement, which waits for the last rank
         self.unused = (self.unused - whole.names) | agreed.unused
-        skip = self._follow_step(plan.step, agreed.skip)
+        skip = self._is_skipped(plan.step, agreed.skip)
         stats = Stats(0, 0)
         if skip:
             self.feedback.reject_(gradient)
@@ -163,7 +164,7 @@ class Pipeline:
             choice = replace(choice, told=[agreed.told[rank] for rank in self.hosts.across])
         choice = None if agreed.unused else choice
         if plan.with_feedback and self.settings.shared.on_nonfinite == "skip":
-            self.feedback.remember(gradient)
+            self.feedback.remember(gradient, unused)
         gradient.zero_(unused)
         with self.feedback.withheld(gradient.layout, unused):
             acc = self.feedback.compensate(gradient, plan.wanted, plan.with_feedback)
@@ -266,11 +267,13 @@ class Pipeline:
             return ""
         return " That rank sums a part of its host's gradients: look at all ranks of its host."
 
-    def _follow_step(self, step: int, skip: bool) -> bool:
-        """Whether to skip: a step with a non-finite bucket is skipped whole, those already reduced are undone."""
+    def _open(self, step: int) -> None:
         if step != self._open_step:
             self._open_step = step
             self.feedback.forget()
+
+    def _is_skipped(self, step: int, skip: bool) -> bool:
+        """A step with a non-finite bucket is skipped whole, those already reduced are undone."""
         if skip and step != self._skipped_step:
             self._skipped_step = step
             self.feedback.undo()

@@ -170,7 +170,7 @@ class Updates:
         """Weights always take part: one that no rank used has not changed."""
         yield
 
-    def remember(self, own: Gradient) -> None:
+    def remember(self, own: Gradient, unused: Collection[str]) -> None:
         """A step that is skipped changes nothing here, so there is nothing to undo."""
 
     def undo(self) -> None: ...
