@@ -12,18 +12,9 @@ from typing import Any
 import numpy as np
 
 from oktopk.kernels.compiling import jit, jit_reordered, leading_zeros, population, trailing_zeros
-from oktopk.kernels.cpu_simd import (
-    add_word,
-    add_word_past,
-    array_at,
-    compare_stripes,
-    mask_at_least,
-    prefetch,
-    subtract_word,
-)
-from oktopk.kernels.cpu_sizes import DIGIT, STRIPE, STRIPES, TILE, WORD
+from oktopk.kernels.cpu_simd import add_word, add_word_past, array_at, mask_at_least, prefetch
+from oktopk.kernels.cpu_sizes import DIGIT, LINE, TILE, WORD
 
-LINE = 16  # entries a sample takes together: one cache line of float32
 STREAMS = 8  # places a plain scan reads at the same time
 UNASKED = 4  # indices of a word written without looking how many it has
 FAR = 1024  # entries that a scan asks for in advance
@@ -87,7 +78,7 @@ def compact(bits: Any, start: int, stop: int, key: Any, indices: Any, values: An
             length = min(WORD, end - at)
             for line in range(FAR, FAR + WORD, LINE):
                 prefetch(bits, at + line)
-            word = mask_at_least(bits, at, key) if length == WORD else _tail_mask(bits, at, end, key)
+            word = mask_at_least(bits, at, key) if length == WORD else tail_mask(bits, at, end, key)
             count = append_places(word, at, indices, count)
             at += length
         for i in range(first, count):
@@ -136,7 +127,7 @@ def _add_piece(
                 # To the border of a word, where a cache line begins too.
                 length = min(WORD - at % WORD, end - at)
                 more = _add_few(out, residual, grad, base, at, at + length)
-                word = _tail_mask(bits, at, at + length, key)
+                word = tail_mask(bits, at, at + length, key)
             elif past:
                 length = WORD
                 word, more = add_word_past(out, at, residual, grad, at - base, key)
@@ -166,98 +157,6 @@ def _add_few(out: Any, residual: Any, grad: Any, base: int, start: int, stop: in
 
 
 @jit
-def subtract_compact(
-    shared: Any, addresses: Any, ends: Any, start: int, stop: int, key: Any, indices: Any, values: Any, count: int,
-    words: Any,
-) -> Any:  # fmt: skip
-    """`compact` of shared - pieces, which is not written anywhere, from start up to stop or to where room runs out.
-
-    Pieces as in `add_compact`. `words` [STRIPES * STRIPE / WORD] is to work with. Returns the sum of squares, the new
-    count and where it stopped.
-    """
-    room, at, total, piece = indices.size - WORD, start, 0.0, 0
-    while at < stop and count <= room:
-        while ends[piece] <= at:
-            piece += 1
-        base = ends[piece - 1] if piece else 0
-        own = array_at(addresses[piece], ends[piece] - base, shared)
-        more, count, at = _subtract_piece(
-            shared, own, base, at, min(ends[piece], stop), key, indices, values, count, words
-        )
-        total += more
-    return total, count, at
-
-
-@jit
-def _subtract_piece(
-    shared: Any, own: Any, base: int, start: int, stop: int, key: Any, indices: Any, values: Any, count: int,
-    words: Any,
-) -> Any:  # fmt: skip
-    """`subtract_compact` of a piece: as much of it as caches hold is compared, and then looked through in order."""
-    room, at, total = indices.size - WORD, start, 0.0
-    differences = values.view(shared.dtype)
-    while at < stop and count <= room:
-        first, end = count, min(at + STRIPES * STRIPE, stop)
-        whole = (end - at) // WORD
-        if whole:
-            total += _compare_words(shared, at, own, at - base, key, words[:whole])
-            word = 0
-            while word < whole and count <= room:
-                count = append_places(words[word], at, indices, count)
-                word += 1
-                at += WORD
-            if word < whole:  # the rest is looked at later
-                total -= _compare_words(shared, at, own, at - base, key, words[: whole - word])
-        else:
-            total += _subtract_few(shared, own, base, at, end, differences, count)
-            count = append_places(_tail_mask(values, count, count + end - at, key), at, indices, count)
-            at = end
-        for i in range(first, count):
-            differences[i] = shared[indices[i]] - own[indices[i] - base]
-    return total, count, at
-
-
-@jit
-def _compare_words(shared: Any, at: int, own: Any, own_at: int, key: Any, words: Any) -> Any:
-    """Which entries of shared - own reach `key`, a word of them at a time; the sum of squares.
-
-    Reads STRIPES places at once, which keeps more of the memory busy.
-    """
-    total, stripe = 0.0, words.size // STRIPES
-    for word in range(stripe):
-        total += compare_stripes(shared, at + word * WORD, own, own_at + word * WORD, stripe, key, words, word)
-    for word in range(STRIPES * stripe, words.size):
-        words[word], more = subtract_word(shared, at + word * WORD, shared, own, own_at + word * WORD, key)
-        total += more
-    return total
-
-
-@jit
-def _subtract_few(shared: Any, own: Any, base: int, start: int, stop: int, out: Any, to: int) -> Any:
-    """Less than a word of shared - own, to out[to:]; the sum of squares."""
-    total = 0.0
-    for i in range(stop - start):
-        value = shared[start + i] - own[start + i - base]
-        out[to + i] = value
-        total += np.float64(value) * np.float64(value)
-    return total
-
-
-@jit
-def subtract_compact_largest(
-    shared: Any, addresses: Any, ends: Any, key: Any, k: int, indices: Any, values: Any, counters: Any, words: Any
-) -> Any:
-    """As `subtract_compact` of all, with the rule of `compact_largest`. Returns the sum of squares and the count."""
-    size = shared.size
-    total, count, at = subtract_compact(shared, addresses, ends, 0, size, key, indices, values, 0, words)
-    while at < size:
-        count, kth = keep_largest(indices, values, count, k, counters, indices, values)
-        more, count, at = subtract_compact(shared, addresses, ends, at, size, kth + _ONE, indices, values, count, words)
-        total += more
-    return total, count
-
-
-@jit
 def append_places(word: Any, base: int, indices: Any, count: int) -> Any:
     """Write base + i for every set bit i. The first ones go out unasked: a branch on each would be a coin toss."""
     found = population(word)
@@ -271,7 +170,7 @@ def append_places(word: Any, base: int, indices: Any, count: int) -> Any:
 
 
 @jit
-def _tail_mask(bits: Any, start: int, stop: int, key: Any) -> Any:
+def tail_mask(bits: Any, start: int, stop: int, key: Any) -> Any:
     word, magnitude = np.uint64(0), magnitude_mask(bits)
     for i in range(stop - start):
         word |= np.uint64(bits[start + i] & magnitude >= key) << np.uint64(i)
@@ -361,70 +260,6 @@ def _count_digits(values: Any, count: int, prefix: Any, shift: int, width: int, 
         shifted = (values[i] & magnitude) >> np.uint64(shift)
         if shifted >> np.uint64(width) == prefix:
             counters[shifted & digits] += 1
-
-
-@jit
-def sample(bits: Any, seed: int, keys: Any) -> Any:
-    """Keys of one cache line of each equal stretch, at a seeded place in it; how many keys that gave."""
-    lines = bits.size // LINE
-    wanted = min(keys.size // LINE, lines)
-    state, magnitude, ratio = np.uint64(seed), magnitude_mask(bits), lines / max(1, wanted)
-    for stretch in range(wanted):
-        state = _scramble(state)
-        at = _line_in(stretch, ratio, lines, state) * LINE
-        line, to = bits[at : at + LINE], keys[stretch * LINE : (stretch + 1) * LINE]
-        for i in range(LINE):
-            to[i] = line[i] & magnitude
-    return wanted * LINE
-
-
-@jit
-def sample_sum(residual: Any, addresses: Any, ends: Any, sign: int, seed: int, sums: Any) -> Any:
-    """residual + sign * pieces (see `add_compact`) on the lines that `sample` would take."""
-    lines = residual.size // LINE
-    wanted = min(sums.size // LINE, lines)
-    ratio = lines / max(1, wanted)
-    _prefetch_sample(residual, addresses, ends, wanted, ratio, seed)
-    state, piece = np.uint64(seed), 0
-    for stretch in range(wanted):
-        state = _scramble(state)
-        at = _line_in(stretch, ratio, lines, state) * LINE
-        to = sums[stretch * LINE : (stretch + 1) * LINE]
-        for i in range(LINE):
-            while ends[piece] <= at + i:
-                piece += 1
-            base = ends[piece - 1] if piece else 0
-            to[i] = residual[at + i] + sign * array_at(addresses[piece], ends[piece] - base, residual)[at + i - base]
-    return wanted * LINE
-
-
-@jit
-def _prefetch_sample(residual: Any, addresses: Any, ends: Any, wanted: int, ratio: float, seed: int) -> Any:
-    """Ask for all that `sample_sum` is going to read."""
-    state, piece = np.uint64(seed), 0
-    for stretch in range(wanted):
-        state = _scramble(state)
-        at = _line_in(stretch, ratio, residual.size // LINE, state) * LINE
-        while ends[piece] <= at:
-            piece += 1
-        base = ends[piece - 1] if piece else 0
-        prefetch(residual, at)
-        prefetch(array_at(addresses[piece], ends[piece] - base, residual), at - base)
-
-
-@jit
-def _scramble(state: Any) -> Any:
-    """Marsaglia's xorshift with 64 bits."""
-    state ^= state << np.uint64(13)
-    state ^= state >> np.uint64(7)
-    return state ^ (state << np.uint64(17))
-
-
-@jit
-def _line_in(stretch: int, ratio: float, lines: int, state: Any) -> Any:
-    """A line between stretch * ratio and the next multiple of ratio."""
-    fraction = np.float64(state >> np.uint64(11)) * 2.0**-53
-    return min(np.int64((stretch + fraction) * ratio), lines - 1)
 
 
 @jit
