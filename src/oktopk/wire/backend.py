@@ -9,7 +9,7 @@ Loops = Any  # loops by name: compiled ones, or a module
 
 
 @cache
-def compiled_codecs(of: Literal["indices", "values"]) -> Loops | None:
+def compiled_codecs(of: Literal["indices", "values", "narrow"]) -> Loops | None:
     """The compiled loops; None when numba is missing: others give the same bytes, slower."""
     try:
         from oktopk.kernels.linking import Library

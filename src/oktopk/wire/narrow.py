@@ -1,6 +1,6 @@
 """Values of 4 and 2 bits: a sign, and one of a few levels between two magnitudes that a block shares.
 
-In plain torch, so that it runs on any device; `compiled_values` has the same as compiled loops.
+In plain torch, so that it runs on any device; `compiled_narrow` has the same as compiled loops.
 """
 
 from __future__ import annotations

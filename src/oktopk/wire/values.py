@@ -78,7 +78,9 @@ def decode(data: Tensor, codec: int, parameter: int, nnz: int) -> Tensor:
 def _loops(values: Tensor, codec: int) -> Loops | None:
     """The module with compiled loops for this codec, which give the same bits; None if there are none here."""
     on_cpu = values.dtype == torch.float32 and values.device.type == "cpu"
-    return compiled_codecs("values") if on_cpu and codec in _COMPILED else None
+    if not on_cpu or codec not in _COMPILED:
+        return None
+    return compiled_codecs("narrow" if codec in _BITS else "values")
 
 
 def _encode_compiled(values: Tensor, codec: int, loops: Loops) -> Encoded:
