@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
-from hashlib import sha256
+from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, cast
 
@@ -87,7 +87,7 @@ def save(target: Saveable, directory: str | os.PathLike[str], about: Mapping[str
     before.
     """
     folder, reducer = Path(directory), target.reducer
-    mine = _together(reducer, lambda: _write_rank(folder, reducer, pack(target.rank_state())))
+    mine = _together(reducer, lambda: _write_rank(folder, reducer, target.rank_state()))
     files = tuple(RankFile(**entry) for entry in reducer.communicate(lambda transport: share(asdict(mine), transport)))
     manifest = Manifest(
         VERSION, reducer.algorithm, reducer.world_size, reducer.step, files, _hosts(reducer), about or {}
@@ -138,9 +138,7 @@ def pack(state: Mapping[str, Any]) -> bytes:
 
     A state is made of tensors, text, numbers, None, lists, tuples and mappings, and comes back as it was.
     """
-    tensors = _Tensors()
-    plain = json.dumps(_take_out(state, "", tensors))
-    return bytes(_safetensors().save(tensors.by_key, {"state": plain}))
+    return bytes(_safetensors().save(*_parts(state)))
 
 
 def unpack(data: bytes) -> dict[str, Any]:
@@ -153,6 +151,13 @@ def unpack(data: bytes) -> dict[str, Any]:
         raise CheckpointError(f"this is not the state of a reducer: {error}") from error
     state: dict[str, Any] = _put_back(plain, tensors)
     return state
+
+
+def _parts(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors by key, and the rest as the metadata of a file."""
+    tensors = _Tensors()
+    plain = json.dumps(_take_out(state, "", tensors))
+    return tensors.by_key, {"state": plain}
 
 
 class _Tensors:
@@ -214,13 +219,22 @@ def _safetensors() -> Any:
 # -- writing -----------------------------------------------------------------------------------------------------
 
 
-def _write_rank(folder: Path, reducer: Reducer, data: bytes) -> RankFile:
+def _write_rank(folder: Path, reducer: Reducer, state: Mapping[str, Any]) -> RankFile:
+    """Straight from the tensors to the disk: a copy of all of them in memory could be more than there is."""
     folder.mkdir(parents=True, exist_ok=True)
-    digest = sha256(data).hexdigest()
+    stem = f"rank-{reducer.rank}-of-{reducer.world_size}"
+    temporary = folder / f"{stem}.safetensors.tmp"
+    tensors, plain = _parts(state)
+    try:
+        _safetensors().save_file(tensors, temporary, plain)
+    except Exception as error:  # of its own kind
+        raise CheckpointError(f"cannot write {temporary}: {error}") from error
+    with temporary.open("rb") as file:
+        digest = file_digest(file, "sha256").hexdigest()
     # The digest in the name keeps a file from overwriting one that the current manifest still needs.
-    name = f"rank-{reducer.rank}-of-{reducer.world_size}-{digest[:12]}.safetensors"
-    write_whole(folder / name, data)
-    return RankFile(reducer.rank, name, len(data), digest)
+    name, size = f"{stem}-{digest[:12]}.safetensors", temporary.stat().st_size
+    place_whole(temporary, folder / name)
+    return RankFile(reducer.rank, name, size, digest)
 
 
 def _commit(folder: Path, manifest: Manifest) -> None:
@@ -232,11 +246,15 @@ def _commit(folder: Path, manifest: Manifest) -> None:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """All of it or nothing: to a temporary file, to the disk, and then to its name."""
+    """All of it or nothing: to a temporary file, and then to its place."""
     temporary = path.with_name(f"{path.name}.tmp")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
+    temporary.write_bytes(data)
+    place_whole(temporary, path)
+
+
+def place_whole(temporary: Path, path: Path) -> None:
+    """To the disk, and then to its name."""
+    with temporary.open("rb") as file:
         os.fsync(file.fileno())
     temporary.replace(path)
     folder = os.open(path.parent, os.O_RDONLY)

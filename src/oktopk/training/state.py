@@ -59,24 +59,26 @@ class State:
         return self.optimizer.reducer
 
     def state_dict(self) -> dict[str, Any]:
-        """All of this rank's state."""
+        """All of this rank's state, good until the next step."""
+        return self._common_state() | self._own_state()
+
+    def rank_state(self) -> dict[str, Any]:
+        """What the file of this rank holds: what all ranks share is in that of rank 0."""
+        return (self._common_state() if self.world.is_first else {}) | self._own_state()
+
+    def _common_state(self) -> dict[str, Any]:
+        return {"model": self._shared_model(), "optimizer": self.optimizer.shared_state()}
+
+    def _own_state(self) -> dict[str, Any]:
         # Running statistics of normalisation layers differ between ranks inside an epoch.
         return {
             "about": self._about(),
-            "model": self._shared_model(),
-            "optimizer": self.optimizer.shared_state(),
             "workload": self.workload.state_dict(),
             "buffers": dict(self.model.named_buffers()),
             "random": random_state(),
             "scaler": self.optimizer.scaler.state_dict() if self.optimizer.scaler is not None else {},
             SYNCHRONISATION: self.optimizer.saveable.rank_state(),
         }
-
-    def rank_state(self) -> dict[str, Any]:
-        """What the file of this rank holds: what all ranks share is in that of rank 0."""
-        state = self.state_dict()
-        shared = () if self.world.is_first else ("model", "optimizer")
-        return {name: part for name, part in state.items() if name not in shared}
 
     def from_rank_states(self, states: RankStates) -> Mapping[str, Any]:
         """This rank's state. What belongs to a place in the data is not for ranks of a world of another size."""
@@ -105,6 +107,7 @@ class State:
             self.optimizer.scaler.load_state_dict(dict(saved))
 
     def _shared_model(self) -> dict[str, Any]:
-        """A copy of the weights that all ranks have in common."""
+        """The weights that all ranks have in common: a copy where the model has them for this moment only."""
         with self.optimizer.shared():
-            return {name: value.clone() for name, value in self.model.state_dict().items()}
+            state = self.model.state_dict()
+            return {name: value.clone() for name, value in state.items()} if self.optimizer.lends else state

@@ -32,6 +32,7 @@ class Synchronisation(Protocol):
         ...
 
     sends_every_step: bool  # what the other ranks do next is always a reduction
+    lends: bool  # the model holds the weights that all have in common only inside `shared`
 
     @property
     def param_groups(self) -> list[dict[str, Any]]: ...
@@ -99,7 +100,7 @@ class _Stepping:
 class ReduceGradients(_Stepping):
     """Every rank takes the same step on the mean of all gradients."""
 
-    sends_every_step = True
+    sends_every_step, lends = True, False
 
     def __init__(
         self,
@@ -167,6 +168,7 @@ class ReduceUpdates(_Stepping):
     """Every rank, or host, takes its own steps on its own gradients, and the change of weights is reduced."""
 
     sends_every_step = False  # not between synchronisations
+    lends = True
 
     def __init__(
         self,
