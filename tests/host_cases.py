@@ -16,7 +16,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import fault_cases
 import front_end_cases
 import oktopk
+from device_groups import sum_over_gloo
 from front_end_cases import SPARSE, Net, Result, batches
+from inputs import gradient
 from oktopk.reduction.inside import Inside
 
 PER_HOST = 2
@@ -32,6 +34,8 @@ CASES = [
     "rounding wire",
     "momentum",
 ]
+CARD_DTYPES = [torch.float32, torch.float32, torch.bfloat16, torch.float32]
+CARD_TIMEOUT = 30.0  # NCCL has half of it to connect
 PHASES = ["before the scatter", "after the scatter", "before the gather", "after the gather"]
 
 
@@ -101,9 +105,41 @@ def killed_in_local_steps(victim: int, phase: str, processes: Path) -> tuple[str
     return kind, message, monotonic() - death[0]
 
 
-def killed_between_phases(victim: int, phase: str, processes: Path) -> tuple[str, str, float]:
+def reduced_on(device_type: str, victim: int | None = None) -> tuple[list[torch.Tensor], bool] | tuple[str, str, float]:
+    """Means of a host whose ranks have a card each, and whether these summed; or how a rank hears of one killed.
+
+    On the CPU the same without cards.
+    """
+    rank = dist.get_rank()
+    device = torch.device(device_type, rank if device_type == "cuda" else None)
+    if device_type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        sum_over_gloo()
+    group = dist.new_group(backend="cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo")
+    reducer = oktopk.Reducer("oktopk", 0.05, group=group, hosts=2, warmup_steps=1, min_numel=0, timeout=CARD_TIMEOUT)
+
+    def work() -> list[torch.Tensor]:
+        grads = (gradient("normal", 40_000, rank, step).to(dtype) for step, dtype in enumerate(CARD_DTYPES))
+        return [reducer.reduce(str(grad.dtype), grad.to(device)).cpu() for grad in grads]
+
+    means = work()
+    if victim is not None:
+        if rank == victim:
+            _die_at("before the scatter")
+        return fault_cases.caught(work)
+    inside = reducer._pipeline.inside
+    assert inside is not None
+    has_summed = inside._devices._group is not None
+    reducer.close()
+    return means, has_summed
+
+
+def killed_between_phases(victim: int, phase: str, processes: Path, on_devices: bool = False) -> tuple[str, str, float]:
     """`kill -9` of one rank at step 3, at a certain point of what ranks of a host do together."""
     in_hosts()
+    if on_devices:
+        sum_over_gloo()
     (processes / str(os.getpid())).touch()
     ddp, _ = fault_cases.model_and_reducer()
     death = [0.0]

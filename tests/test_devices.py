@@ -16,6 +16,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the extra `gpu` is not installed")
 
 import oktopk
+from device_groups import Devices
 from devices import GPU, Gpu, OnGpu, Telling, fake_gpu, to_gpu, to_host
 from inputs import gradient
 from interpreter import patched_once
@@ -113,6 +114,24 @@ def trained_on(transport: Any, device: str, scattered: bool, options: dict[str, 
     """The means of three steps; residuals of parts are on the host, wherever gradients are."""
     with Reducer("oktopk", 0.02, group=transport, **options) as reducer:
         return [reduced(reducer, transport.rank, step, FLOAT, scattered, device) for step in range(3)]
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+def test_where_gpus_sum_for_their_host_it_waits_as_often_and_nothing_is_staged(
+    gpu: Gpu, scattered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices = Devices("cuda", wait=lambda: gpu.wait("wait"))
+    devices.use(monkeypatch)
+    options = {"hosts": 3, "warmup_steps": 1}
+    ranks = run_world(6, lambda t: trained(t, "oktopk", options, FLOAT, scattered, "cuda", steps=3))
+    staged = run_world(6, lambda t: trained_on(t, "cpu", scattered, options))
+    for (means, _), expected in zip(ranks, staged, strict=True):
+        assert all(torch.equal(ours, same) for ours, same in zip(means, ranks[0][0], strict=True))
+        for ours, theirs in zip(means, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)  # sums of three, in another order
+    waits = [why for thread in gpu.waits.values() for why in thread if why != "synchronize"]
+    assert set(waits) == {"wait"} and len(waits) <= MOST_WAITS * 6 * 3
+    assert [verb for verb, _ in devices.done].count("reduce_scatter") == 6 * 3
 
 
 def test_a_threshold_that_is_corrected_costs_a_wait_for_each_correction(gpu: Gpu) -> None:

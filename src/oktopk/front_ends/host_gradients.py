@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -88,8 +89,7 @@ class HostGradients:
 
 def _average_(named: Mapping[str, Tensor], inside: Inside) -> None:
     """Those that some rank of the host has; on others they count as zero, and are there afterwards."""
-    layout = tuple((name, parameter.numel()) for name, parameter in named.items())
-    some = inside.said_by_any(layout, [name for name, parameter in named.items() if parameter.grad is not None])
+    some = inside.said_by_any(named, [name for name, parameter in named.items() if parameter.grad is not None])
     chosen = {name: _grad_of(name, parameter) for name, parameter in named.items() if name in some}
     for dtype in dict.fromkeys(grad.dtype for grad in chosen.values()):
         of_dtype = {name: grad for name, grad in chosen.items() if grad.dtype == dtype}
@@ -98,6 +98,8 @@ def _average_(named: Mapping[str, Tensor], inside: Inside) -> None:
 
 
 def _average_buffers_(vectors: Sequence[Weights], inside: Inside) -> None:
+    tensors = (zip(vector.names, vector.tensors, strict=True) for vector in vectors)
+    inside.said_by_any(dict(chain.from_iterable(tensors)), ())
     for vector in vectors:
         inside.average_(vector.own())
 

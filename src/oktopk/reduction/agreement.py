@@ -16,7 +16,7 @@ from oktopk.transport.base import Transport
 from oktopk.transport.sharing import first_error, share_error
 
 FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-_FIELDS = ("names", "shapes", "dtype", "step", "k (density)", "configuration")
+_FIELDS = ("names", "shapes", "dtype or device", "step", "k (density)", "configuration")
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,13 @@ class Terms:
     unused: frozenset[str] = frozenset()  # names that took no part in this rank's backward
     notice: int = 0  # what this rank tells the others besides
     choice: Sequence[int] = ()  # what it tells of its choice, which travels with the terms
+    device: str = ""  # of what kind it must be on all ranks; "": of any
 
     def words(self, room: int = 0) -> list[int]:
         """With `room` words for what is told of the choice."""
         compared = [
             *_digests(self.layout),
-            FLOATING.index(self.dtype) if self.dtype in FLOATING else -1,
+            _kind(self.dtype, self.device),
             self.step,
             self.k,
             digest(self.configuration),
@@ -51,7 +52,7 @@ class Terms:
         shown = {
             "names": [name for name, _ in self.layout],
             "shapes": [numel for _, numel in self.layout],
-            "dtype": self.dtype,
+            "dtype or device": f"{self.dtype} {self.device}".rstrip(),
             "step": self.step,
             "k (density)": self.k,
             "configuration": self.configuration,
@@ -172,6 +173,11 @@ def _check_finite(everyone: list[list[int]], on_nonfinite: str) -> bool:
 def _digests(layout: Layout) -> tuple[int, int]:
     """Of its names and of its sizes."""
     return digest("\0".join(name for name, _ in layout)), digest(",".join(str(numel) for _, numel in layout))
+
+
+def _kind(dtype: torch.dtype, device: str) -> int:
+    index = FLOATING.index(dtype) if dtype in FLOATING else -1
+    return digest(f"{index} {device}") if device else index
 
 
 @lru_cache(maxsize=64)

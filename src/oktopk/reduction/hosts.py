@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from oktopk.errors import CommunicationError, ConfigError, MismatchError, PeerError
 from oktopk.transport.base import Divisible, Transport
+from oktopk.transport.device_group import DeviceGroups, OnDevices
 from oktopk.transport.machines import own_machine
 from oktopk.transport.shared_memory import share_memory
 from oktopk.transport.sharing import share
@@ -61,6 +62,7 @@ class Ranks:
     world: Transport  # all ranks
     across: Transport  # one rank of each host, that with the same place in it; the world itself if hosts are flat
     inside: Transport | None  # the ranks of this host; None if hosts are flat
+    devices: DeviceGroups = field(default_factory=DeviceGroups)  # on which these can sum
 
 
 def join_hosts(wanted: HostsOption, world: Transport) -> Ranks:
@@ -70,7 +72,9 @@ def join_hosts(wanted: HostsOption, world: Transport) -> Ranks:
         if hosts.is_flat:
             return Ranks(hosts, world, world, None)
         assert isinstance(world, Divisible)
-        return Ranks(hosts, world, world.among(hosts.across), share_memory(world.among(hosts.inside)))
+        across, inside = world.among(hosts.across), world.among(hosts.inside)
+        devices = inside.devices if isinstance(inside, OnDevices) else DeviceGroups()
+        return Ranks(hosts, world, across, share_memory(inside), devices)
     except CommunicationError as error:
         fault = world.find_fault()
         world.close()

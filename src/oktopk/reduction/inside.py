@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,23 +13,24 @@ from oktopk.kernels.base import Kernels
 from oktopk.kernels.staging import to_device, to_host
 from oktopk.reduction.agreement import Terms, digest, refusal, said_by_all
 from oktopk.reduction.feedback import residual_dtype
-from oktopk.reduction.gradient import Gradient, Layout, rounded
+from oktopk.reduction.gradient import Gradient, rounded
 from oktopk.reduction.outcome import pack_outcome, unpack_outcome
 from oktopk.reduction.parts import merge, parts_of
 from oktopk.transport import MeteredTransport
+from oktopk.transport.device_group import DeviceGroup, DeviceGroups
 from oktopk.types import Reduced, SparseVector, Vector
 from oktopk.wire import Wire
 
 CHUNK = 1 << 17  # entries that are added up while they are in the second-level cache
-ENDED = [0, 0, -1, 1]  # instead of what `_terms` says
+ENDED = [0, 0, -1, 1]  # instead of what `Inside.terms` says
 
 
 class Inside:
     """The ranks of one host, as many as there are parts of every parameter."""
 
-    def __init__(self, transport: MeteredTransport, wire: Wire) -> None:
+    def __init__(self, transport: MeteredTransport, wire: Wire, devices: DeviceGroups) -> None:
         """`wire` must not round."""
-        self._transport, self._wire = transport, wire
+        self._transport, self._wire, self._devices = transport, wire, devices
         self.parts = parts_of(transport.world_size)
         self.part = self.parts[transport.rank]
         self.gathered = 0  # how many entries came together last
@@ -38,8 +39,23 @@ class Inside:
         """Whether all ranks of this host say the same. They may then scatter, and may not otherwise."""
         return all(said == words for said in self._transport.agree(words))
 
-    def scatter(self, whole: Gradient) -> PartialGradient:
-        """This rank's part of the host's gradients, whose layout and dtype must be the same."""
+    def kind(self, whole: Gradient) -> str:
+        """Of its device: where ranks differ in it, they go different ways to sum."""
+        return self._devices.kind(whole.pieces[0].device)
+
+    def terms(self, whole: Gradient) -> list[int]:
+        """What ranks must have in common to scatter."""
+        compared = Terms(whole.layout, whole.dtype, 0, 0, "", True, None, device=self.kind(whole)).words()[:3]
+        return [*compared, int(refusal(whole) is not None)]
+
+    def scatter(self, whole: Gradient) -> HostSum:
+        """This rank's part of the host's gradients, whose layout, dtype and kind must be the same."""
+        group = self._devices.among(whole.pieces[0].device, self._transport)
+        if group is not None:
+            return DeviceSum(self.part.layout(whole.layout), (self._summed(whole, group),), whole, self)
+        return self._scatter_on_host(whole)
+
+    def _scatter_on_host(self, whole: Gradient) -> PartialGradient:
         width = whole.pieces[0].element_size()
         sizes = [part.numel(whole.layout) * width if part != self.part else 0 for part in self.parts]
         messages, slices = self._transport.room(sizes), self._slices(whole)
@@ -57,28 +73,62 @@ class Inside:
             return slices
         return [[part] for part in to_host(*(torch.cat(part) for part in slices))]
 
+    # -- on devices ----------------------------------------------------------------------------------------------
+
+    def _summed(self, whole: Gradient, group: DeviceGroup) -> Tensor:
+        """This rank's part of the sum, in the precision of residuals."""
+        sizes = [part.numel(whole.layout) for part in self.parts]
+        rows = whole.pieces[0].new_zeros(len(sizes), max(sizes), dtype=residual_dtype(whole.dtype))
+        for part, row, size in zip(self.parts, rows, sizes, strict=True):
+            row[:size] = torch.cat(part.slices(whole))
+        if rows.numel() == 0:
+            return rows[0]
+        with self._transport.elsewhere("reduce_scatter", rows[0].nbytes):
+            return group.reduce_scatter(rows)[: sizes[self.part.index]]
+
+    def _gathered_on_device(self, whole: Gradient, mean: Tensor, group: DeviceGroup) -> list[Tensor]:
+        """The mean of each part."""
+        sizes = [part.numel(whole.layout) for part in self.parts]
+        row = whole.pieces[0].new_zeros(max(sizes))
+        if row.numel() == 0:
+            return [row] * len(sizes)
+        row[: mean.numel()] = mean
+        with self._transport.elsewhere("all_gather", row.nbytes):
+            rows = group.all_gather(row)
+        self._transport.agree([0])  # all have it: now who closes its reducer takes nothing away from others
+        return [row[:size] for row, size in zip(rows, sizes, strict=True)]
+
     # -- weights -------------------------------------------------------------------------------------------------
 
     def average_(self, whole: Gradient) -> None:
-        """Replace a gradient by its mean over the ranks of this host, the same bits on each. Layouts must be equal."""
+        """Replace a gradient by its mean over the ranks of this host, the same bits on each.
+
+        Its names, sizes, dtype and kind must be the same on all of them: see `said_by_any`.
+        """
         part = self.scatter(whole)
+        mean = self._mean_on_host(part) if isinstance(part, PartialGradient) else part.pieces[0].div_(self.part.count)
+        self._gather_dense_(whole, mean)
+
+    def _mean_on_host(self, part: PartialGradient) -> Tensor:
+        whole = part.whole
         (message,) = self._transport.room([part.numel * whole.pieces[0].element_size()])
         mean, exact = message.view(whole.dtype), residual_dtype(whole.dtype)
         total = part.total(mean if exact == whole.dtype else torch.empty(part.numel, dtype=exact))
         total.div_(self.part.count)
         if total is not mean:
             mean.copy_(total)
-        self._gather_dense_(whole, mean)
+        return mean
 
-    def said_by_any(self, layout: Layout, said: Collection[str]) -> frozenset[str]:
-        """Names of a layout, which must be the same on all ranks of this host, that some rank of it says."""
-        names = [name for name, _ in layout]
-        mine = [digest(repr(layout)), digest(repr(sorted(said)))]
+    def said_by_any(self, named: Mapping[str, Tensor], said: Collection[str]) -> frozenset[str]:
+        """Names of tensors, which all ranks of this host must have, on devices of one kind, that some rank says."""
+        names = list(named)
+        shapes = [(name, tensor.numel(), self._devices.kind(tensor.device)) for name, tensor in named.items()]
+        mine = [digest(repr(shapes)), digest(repr(sorted(said)))]
         everyone = self._transport.agree(mine)
         if any(row[0] != mine[0] for row in everyone):
             raise MismatchError(
                 "the ranks of a host do not average the same gradients: every rank of it must train the same "
-                "parameters, and step its optimizers in the same order."
+                "parameters on the same kind of device, and step its optimizers in the same order."
             )
         if all(row == mine for row in everyone):
             return frozenset(said)
@@ -116,15 +166,17 @@ class Inside:
         kernels.fill_(whole.pieces, together)
 
     def _gather_dense_(self, whole: Gradient, mean: Tensor) -> None:
+        group = self._devices.among(whole.pieces[0].device, self._transport)
+        gathered = self._gathered_on_device(whole, mean, group) if group is not None else self._gathered(whole, mean)
+        for part, values in zip(self.parts, gathered, strict=True):
+            part.gradient(whole).copy_(values)
+        self.gathered = whole.numel
+
+    def _gathered(self, whole: Gradient, mean: Tensor) -> Iterator[Tensor]:
         sizes = [part.numel(whole.layout) * whole.pieces[0].element_size() for part in self.parts]
         (on_host,) = to_host(mean)
-        messages = self._transport.all_gather(on_host.to(whole.dtype).view(torch.uint8), sizes)
-        for part, message in zip(self.parts, messages, strict=True):
-            slices = part.slices(whole)
-            (values,) = to_device(whole.pieces[0].device, message.view(whole.dtype))
-            for piece, value in zip(slices, values.split([piece.numel() for piece in slices]), strict=True):
-                piece.copy_(value)
-        self.gathered = whole.numel
+        for message in self._transport.all_gather(on_host.to(whole.dtype).view(torch.uint8), sizes):
+            yield from to_device(whole.pieces[0].device, message.view(whole.dtype))
 
 
 @dataclass(frozen=True)
@@ -147,8 +199,35 @@ class _Partial(Gradient):
 
 
 @dataclass(frozen=True)
-class PartialGradient(_Partial):
-    """The sum over a host's ranks of one part of their gradients: `pieces` are this rank's share of it.
+class HostSum(_Partial):
+    """The sum over a host's ranks of one part of their gradients."""
+
+    def fill_(self, value: float) -> None:
+        self.handed.fill_(value)
+
+    def receive_(self, mean: Vector, kernels: Kernels) -> SparseVector | None:
+        """The mean is one over hosts, of sums over their ranks; each rank shall have that over ranks."""
+        ranks = self.inside.part.count
+        if not isinstance(mean, SparseVector):
+            self.inside.gather_(self.handed, mean / ranks, kernels)
+            return None
+        given, lost = rounded(mean.with_values(mean.values / ranks), self.handed.dtype)
+        self.inside.gather_(self.handed, given, kernels)
+        return None if lost is None else lost.with_values(lost.values * ranks)
+
+
+@dataclass(frozen=True)
+class DeviceSum(HostSum):
+    """One that is on a device: the only piece, in the precision of residuals."""
+
+    @property
+    def is_scattered(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class PartialGradient(HostSum):
+    """One of which this rank has its own share in `pieces`.
 
     It is not made before somebody needs it, since it can be added to a residual as it is. What came from others is good
     until the ranks of the host gather.
@@ -165,9 +244,6 @@ class PartialGradient(_Partial):
         vectors = [(vector,) for vector in self._total or self.others]
         for pieces in vectors if self._total else [*vectors, self.pieces]:
             Gradient(self.layout, pieces).zero_(names)
-
-    def fill_(self, value: float) -> None:
-        self.handed.fill_(value)
 
     def join_(self, out: Tensor) -> Tensor:
         if not self._total:
@@ -189,16 +265,6 @@ class PartialGradient(_Partial):
                 out[here] += other[here]
         return kernels.add(out, out, self.pieces, k)
 
-    def receive_(self, mean: Vector, kernels: Kernels) -> SparseVector | None:
-        """The mean is one over hosts, of sums over their ranks; each rank shall have that over ranks."""
-        ranks = self.inside.part.count
-        if not isinstance(mean, SparseVector):
-            self.inside.gather_(self.handed, mean / ranks, kernels)
-            return None
-        given, lost = rounded(mean.with_values(mean.values / ranks), self.handed.dtype)
-        self.inside.gather_(self.handed, given, kernels)
-        return None if lost is None else lost.with_values(lost.values * ranks)
-
 
 @dataclass(frozen=True)
 class PartialWeights(_Partial):
@@ -216,11 +282,6 @@ def part_of_weights(whole: Gradient, inside: Inside) -> PartialWeights:
     return PartialWeights(inside.part.layout(whole.layout), tuple(inside.part.slices(whole)), whole, inside)
 
 
-def scattered(whole: Gradient, inside: Inside) -> PartialGradient:
+def scattered(whole: Gradient, inside: Inside) -> HostSum:
     """This rank's part of its host's gradients. Where ranks of the host differ, nothing moves: all will refuse."""
-    return inside.scatter(whole) if inside.is_common(_terms(whole)) else inside.nothing_of(whole)
-
-
-def _terms(whole: Gradient) -> list[int]:
-    names, shapes, dtype = Terms(whole.layout, whole.dtype, 0, 0, "", True, None).words()[:3]
-    return [names, shapes, dtype, int(refusal(whole) is not None)]
+    return inside.scatter(whole) if inside.is_common(inside.terms(whole)) else inside.nothing_of(whole)

@@ -78,7 +78,7 @@ class Pipeline:
         inside = MeteredTransport(ranks.inside, self.clock) if ranks.inside is not None else None
         # Inside a host bytes cost less than coding them.
         plain = timed(Wire("float32", "block16"), self.clock, _WIRE_PHASES)
-        self.inside = Inside(inside, plain) if inside is not None else None
+        self.inside = Inside(inside, plain, ranks.devices) if inside is not None else None
         self.records = StepRecords(self.transport, inside, self.clock, sink)
         self.feedback = self._feedback(kernels)
         self.grouping = Grouping()
@@ -247,6 +247,7 @@ class Pipeline:
         terms = Terms(
             whole.layout, whole.dtype, plan.step, plan.k, self.settings.text + plan.terms, finite, fault,
             plan.unused, self.notice, choice.words if choice is not None else (),
+            self.inside.kind(whole) if self.inside is not None else "",
         )  # fmt: skip
         return terms, choice, perf_counter() - started
 

@@ -61,11 +61,12 @@ class BoundedStore:
 
 def _work(jobs: SimpleQueue[_Job | None]) -> None:
     while (job := jobs.get()) is not None:
-        _answer(*job)
+        answer(*job)
         del job  # it may hold whoever asked
 
 
-def _answer(outcome: Future[Any], call: Callable[[], Any]) -> None:
+def answer(outcome: Future[Any], call: Callable[[], Any]) -> None:
+    """Let a future have what a call returns, or raises."""
     try:
         outcome.set_result(call())
     except BaseException as error:

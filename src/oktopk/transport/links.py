@@ -36,7 +36,9 @@ class Link:
     timeout: timedelta
     store: BoundedStore | None = None  # that the ranks share; None in a world of one
     store_holder: int | None = None  # the rank whose process, or whose launcher's, the store is in
+    backends = ""  # of the user's group
     _joined: Any = None
+    _meeting: Store | None = None  # of the ranks of a part
     _limit: timedelta | None = None  # for each call; None: the group itself has one
 
     def connect(self, store: Store) -> None:
@@ -49,8 +51,14 @@ class Link:
         part.store = part._joined = None
         if len(ranks) > 1:
             assert store is not None  # of a world of several ranks
-            part.connect(PrefixStore(f"among {list(ranks)}", store))
+            part._meeting = PrefixStore(f"among {list(ranks)}", store)
+            part.connect(part._meeting)
         return part
+
+    def another_store(self, prefix: str) -> Store:
+        """For whatever else the ranks of a part make, with a connection of its own: its calls may block."""
+        assert self._meeting is not None
+        return PrefixStore(prefix, _clone(self._meeting))
 
     def leave(self) -> None:
         """Without the others: those who wait for this rank get an error."""
@@ -65,21 +73,21 @@ class Link:
     def all_reduce_(self, tensor: Tensor, op: Op) -> Tensor:
         options = dist.AllreduceOptions()
         options.reduceOp = _OPS[op]
-        with _communication_errors():
+        with communication_errors():
             self._wait(self._group.allreduce([tensor], self._limited(options)))
         return tensor
 
     def all_to_all(self, outgoing: Tensor) -> Tensor:
         """Equal parts: part r goes to rank r; what came from rank r is part r of the result."""
         incoming = torch.empty_like(outgoing)
-        with _communication_errors():
+        with communication_errors():
             options = self._limited(dist.AllToAllOptions())
             self._wait(self._group.alltoall_base(incoming, outgoing, [], [], options))
         return incoming
 
     def start(self, outgoing: Sequence[tuple[int, Tensor]], incoming: Sequence[tuple[int, Tensor]]) -> list[dist.Work]:
         """Start to send to ranks and to receive from ranks what is not empty."""
-        with _communication_errors():
+        with communication_errors():
             return self._start([(to, m) for to, m in outgoing if m.numel()], [(r, m) for r, m in incoming if m.numel()])
 
     def _start(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> list[dist.Work]:
@@ -88,7 +96,7 @@ class Link:
 
     def finish(self, works: Sequence[dist.Work]) -> None:
         """Wait for what was started."""
-        with _communication_errors():
+        with communication_errors():
             for work in works:
                 self._wait(work)
 
@@ -139,12 +147,10 @@ class _OwnLink(Link):
 
     def __init__(self, parent: dist.ProcessGroup, ranks: Sequence[int], timeout: timedelta | None) -> None:
         self._parent, self.ranks, self.rank = parent, ranks, ranks.index(dist.get_rank())
-        self.timeout = timeout or _timeout_of(parent)
+        self.timeout, self.backends = timeout or _timeout_of(parent), dist.get_backend_config(parent)
         if len(ranks) > 1:
-            shared: Any = dist.distributed_c10d._get_default_store()
-            # A connection of its own where torch has it: another thread may be waiting on the shared one.
-            clone = getattr(shared, "clone", lambda: shared)
-            self.store = BoundedStore(clone, self.timeout.total_seconds())
+            shared = dist.distributed_c10d._get_default_store()
+            self.store = BoundedStore(lambda: _clone(shared), self.timeout.total_seconds())
             self.store_holder = ranks.index(0) if 0 in ranks else None
 
 
@@ -153,7 +159,7 @@ class GlooLink(_OwnLink):
 
     def connect(self, store: Store) -> None:
         # Not by `dist.new_group`, which takes the name of a destroyed group again: Gloo would find its old addresses.
-        with _communication_errors("Gloo cannot connect the ranks; GLOO_SOCKET_IFNAME says which interface to use"):
+        with communication_errors("Gloo cannot connect the ranks; GLOO_SOCKET_IFNAME says which interface to use"):
             self._joined = dist.ProcessGroupGloo(
                 PrefixStore("gloo", store), self.rank, len(self.ranks), timeout=self.timeout
             )
@@ -165,7 +171,7 @@ class OtherLink(_OwnLink):
     def connect(self, store: Store) -> None:
         backend = dist.get_backend(self._parent)
         is_subset = len(self.ranks) < dist.get_world_size()
-        with _communication_errors():
+        with communication_errors():
             self._joined = dist.new_group(
                 list(self.ranks), timeout=self.timeout, backend=backend, use_local_synchronization=is_subset
             )
@@ -249,6 +255,12 @@ def _name(group: Any) -> str:
         return ""
 
 
+def _clone(store: Any) -> Store:
+    """A connection of its own where torch has it: another thread may be waiting on the shared one."""
+    clone: Store = getattr(store, "clone", lambda: store)()
+    return clone
+
+
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:
     """The timeout the user gave to `init_process_group`, so that ours is no other."""
     device = torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
@@ -257,7 +269,7 @@ def _timeout_of(group: dist.ProcessGroup) -> timedelta:
 
 
 @contextmanager
-def _communication_errors(what: str = "") -> Iterator[None]:
+def communication_errors(what: str = "") -> Iterator[None]:
     """Whatever the backend raises is an error of communication."""
     try:
         yield

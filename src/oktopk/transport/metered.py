@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
@@ -100,6 +101,12 @@ class MeteredTransport:
         size = 8 * len(words)
         self.tally.count("agree", [size] * (self.world_size - 1), size * (self.world_size - 1), 1)
         return answers
+
+    def elsewhere(self, operation: str, nbytes: int) -> AbstractContextManager[None]:
+        """Count a collective that goes another way, in which each rank sends so many bytes to every other."""
+        others = self.world_size - 1
+        self.tally.count(operation, [nbytes] * others, nbytes * others, 1)
+        return self._clock.phase("exchange")
 
     def close(self) -> None:
         self.inner.close()

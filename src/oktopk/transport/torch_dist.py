@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from oktopk.transport.base import SIZE_BYTES, Fault, Op, goes_directly, require_within
+from oktopk.transport.device_group import DeviceGroups, Nccl
 from oktopk.transport.links import Link, open_link
 from oktopk.transport.witness import Witness
 
@@ -21,6 +22,7 @@ class LinkTransport:
     def __init__(self, link: Link) -> None:
         self._link = link
         self.rank, self.world_size, self.timeout = link.rank, len(link.ranks), link.timeout
+        self.devices = DeviceGroups(Nccl(link))
 
     def all_reduce_(self, tensor: Tensor, op: Op = "sum") -> Tensor:
         if self.world_size == 1:
@@ -91,10 +93,11 @@ class LinkTransport:
         return rows
 
     def close(self) -> None:
+        self.devices.abort()
         self._link.leave()
 
     def abort(self, fault: Fault) -> None:
-        self._link.leave()  # its sockets close with the group, and peers notice
+        self.close()  # its sockets close with the group, and peers notice
 
     def find_fault(self) -> Fault | None:
         return None
