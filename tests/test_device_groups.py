@@ -10,7 +10,8 @@ import threading
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -239,6 +240,46 @@ def test_what_keeps_nccl_away_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert nccl.obstacle() is None
     monkeypatch.setenv("OKTOPK_NCCL", "off")
     assert nccl.obstacle() == "OKTOPK_NCCL=off"
+
+
+class _FakeNccl:
+    """What is asked of torch's, which is not in a torch for the CPU."""
+
+    class Options:
+        pass
+
+    made: ClassVar[list[_FakeNccl]] = []
+
+    def __init__(self, store: str, rank: int, size: int, options: Any) -> None:
+        self.asked = (store, rank, size, options._timeout, options.global_ranks_in_group)
+        self.handling, self.is_aborted = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING"), False
+        self.made.append(self)
+
+    def _allgather_base(self, out: Tensor, given: Tensor) -> Any:
+        assert out.numel() == 2 * given.numel()
+        if len(self.made) > 1:
+            raise RuntimeError("Duplicate GPU detected")
+        return SimpleNamespace(wait=lambda timeout: None)
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+
+def test_nccl_is_tried_when_it_is_made_and_does_not_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.ProcessGroupNCCL", _FakeNccl, raising=False)
+    monkeypatch.setattr(_FakeNccl, "made", [])
+    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
+    link: Any = SimpleNamespace(timeout=timedelta(seconds=5), ranks=[4, 5], rank=1, another_store=str)
+    nccl = Nccl(link)
+    group = nccl.make(CPU)
+    with pytest.raises(CommunicationError, match="Duplicate GPU"):
+        nccl.make(CPU)
+    first, second = _FakeNccl.made
+    assert first.asked == ("devices", 1, 2, timedelta(seconds=10), [4, 5]), "torch's watchdog comes after us"
+    assert first.handling == "0" and "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ
+    assert second.is_aborted and not first.is_aborted
+    group.abort()
+    assert first.is_aborted
 
 
 def test_a_group_that_was_left_is_an_error_and_not_a_wait() -> None:
