@@ -1,4 +1,6 @@
-"""Draws the figures of docs/original-run.md: from the log that is kept beside it, and from runs of its next steps.
+"""The figures of docs/original-run.md: from what is kept of the run beside it, and from runs of its next steps.
+
+Prints the numbers of its table, and draws its pictures.
 
 python docs/figures/original_run.py [RUNS]
 """
@@ -11,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from oktopk.plotting.bars import Bar, draw_histogram, draw_labelled_bars
@@ -30,7 +32,8 @@ Row = dict[str, Any]
 
 
 def main(runs: Path) -> None:
-    draw("loss", "The original experiment, its first steps: mean loss of 8 ranks", original_loss())
+    tell(rows(KEPT / "steps.jsonl.gz"), rows(KEPT / "epochs.jsonl.gz"))
+    draw("loss", "The original experiment: mean loss of 8 ranks, step by step", original_loss())
     sweeps = {
         "compare": ("Algorithms", [f"next-{name}" for name in ("dense", "topka", "gtopk", "oktopk")]),
         "rates": (
@@ -65,15 +68,25 @@ def rows(path: Path) -> list[Row]:
     return [json.loads(line) for line in text.splitlines()]
 
 
+def tell(steps: Sequence[Row], epochs: Sequence[Row]) -> None:
+    for phase in ("dense", "sparse"):
+        own = [step for step in steps if step["reduce"]["phase"] == phase]
+        print(f"{phase}: {len(own)} steps, the first is {own[0]['step']}")
+        for name in ("sparsity", "compression_ratio", "bytes_sent", "inside_bytes", "selected_global"):
+            print(f"  {name} {fmean(step['reduce'][name] for step in own):.6g}")
+        for name in own[0]["seconds"]:
+            print(f"  {name} {1e3 * median(step['seconds'][name] for step in own):.1f} ms")
+    for epoch in epochs:
+        print(f"epoch {epoch['epoch']}: loss {epoch['train_loss']:.2f}, {epoch.get('validation', '')}")
+    print(f"{steps[-1]['wall_seconds'] / 60:.1f} minutes, {max(step['memory_bytes'] for step in steps) / 1e9:.2f} GB")
+
+
 def original_loss() -> Drawing:
-    wide, narrow = (rows(KEPT / f"{name}-steps.jsonl.gz") for name in ("float32", "switch"))
-    shown = [
-        Series(name, [row["step"] for row in steps], [row["loss"] for row in steps], color, "points")
-        for name, steps, color in (("bfloat16", narrow, "c2"), ("float32", wide, "c0"))
-    ]
-    first = next(row["step"] for row in narrow if row["reduce"]["phase"] == "sparse")
+    steps = rows(KEPT / "steps.jsonl.gz")
+    losses = Series("loss", [step["step"] for step in steps], [step["loss"] for step in steps], "c0")
+    first = next(step["step"] for step in steps if step["reduce"]["phase"] == "sparse")
     y = Axis("loss per character", log=True)
-    return draw_lines(Chart(Axis("step"), y, shown, [Marker(first, "sparse")], frame=WIDE))
+    return draw_lines(Chart(Axis("step"), y, [losses], [Marker(first, "sparse")], frame=WIDE))
 
 
 def losses(runs: Path, names: Sequence[str]) -> Drawing:
