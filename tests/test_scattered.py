@@ -140,6 +140,19 @@ def test_what_is_prepared_beside_a_residual_saves_the_copy_of_it() -> None:
     assert torch.equal(feedback.state_dict()["a"], torch.full((3,), 4.0))
 
 
+def test_a_copy_for_undo_lies_where_the_last_one_lay() -> None:
+    feedback = Feedback(ReferenceKernels(), momentum=0.9)
+    ones = Gradient.of([("a", 3)], [torch.ones(3)])
+    places = set()
+    for _ in range(3):
+        feedback.forget()
+        assert feedback.prepare(ones, 1) is None  # not with momentum
+        feedback.remember(ones, unused=())
+        places.add(feedback._residuals.remembered[ones.layout].data_ptr())
+        feedback.compensate(ones, 1, with_feedback=True)
+    assert len(places) == 1
+
+
 def test_what_was_prepared_for_a_refused_step_is_not_used_later() -> None:
     feedback = Feedback(ReferenceKernels())
     bad, good = (Gradient.of([("a", 2), ("b", 1)], [torch.full((2,), x), torch.full((1,), x)]) for x in (math.nan, 1.0))

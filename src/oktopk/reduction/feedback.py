@@ -152,7 +152,7 @@ class Feedback:
         self._is_remembering = self.ahead(gradient) is not None and not unused
         if self._is_remembering:
             return
-        self._residuals.remember(gradient.layout, gradient.pieces[0])
+        self._residuals.remember(gradient.layout, gradient.pieces[0], self._freed.pop(gradient.layout, None))
         if self._momentum:
             self._velocities.remember(gradient.layout, gradient.pieces[0])
 
@@ -324,8 +324,11 @@ class ByName:
         for flat in self._flat.values():
             flat.mul_(factor)
 
-    def remember(self, layout: Layout, like: Tensor) -> None:
-        self.remembered[layout] = self.get(layout, like).clone()
+    def remember(self, layout: Layout, like: Tensor, memory: Tensor | None = None) -> None:
+        """Keep a copy for `undo`, in this memory if it suits."""
+        now = self.get(layout, like)
+        suits = memory is not None and memory.dtype == now.dtype and memory.device == now.device
+        self.remembered[layout] = memory.copy_(now) if memory is not None and suits else now.clone()
 
     def undo(self) -> None:
         for layout, flat in self.remembered.items():
