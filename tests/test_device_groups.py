@@ -25,7 +25,7 @@ from inputs import gradient
 from oktopk import Reducer
 from oktopk.errors import CommunicationError, MismatchError, NonFiniteError, PeerError
 from oktopk.transport import run_world
-from oktopk.transport.device_group import DeviceGroup, DeviceGroups, Nccl, _environment
+from oktopk.transport.device_group import DeviceGroup, DeviceGroups, Nccl, _environment, _in_time
 from test_faults import GRACE
 from test_local_steps import model_of, push, sgd
 from test_ranks_per_host import check_volume, observe
@@ -280,6 +280,21 @@ def test_nccl_is_tried_when_it_is_made_and_does_not_end_the_process(monkeypatch:
     assert second.is_aborted and not first.is_aborted
     group.abort()
     assert first.is_aborted
+
+
+def test_a_group_that_comes_too_late_is_left() -> None:
+    may_come, left = threading.Event(), threading.Event()
+    group = DeviceGroup(SimpleNamespace(abort=left.set), 2, timedelta(seconds=1))
+
+    def make() -> DeviceGroup:
+        assert may_come.wait(20)
+        return group
+
+    with pytest.raises(CommunicationError, match="did not come together"):
+        _in_time(make, 0.01)
+    assert not left.is_set()
+    may_come.set()
+    assert left.wait(20)
 
 
 def test_a_group_that_was_left_is_an_error_and_not_a_wait() -> None:

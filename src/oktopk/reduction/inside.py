@@ -122,13 +122,14 @@ class Inside:
     def said_by_any(self, named: Mapping[str, Tensor], said: Collection[str]) -> frozenset[str]:
         """Names of tensors, which all ranks of this host must have, on devices of one kind, that some rank says."""
         names = list(named)
-        shapes = [(name, tensor.numel(), self._devices.kind(tensor.device)) for name, tensor in named.items()]
-        mine = [digest(repr(shapes)), digest(repr(sorted(said)))]
+        looks = [(name, x.numel(), x.dtype, self._devices.kind(x.device)) for name, x in named.items()]
+        mine = [digest(repr(looks)), digest(repr(sorted(said)))]
         everyone = self._transport.agree(mine)
         if any(row[0] != mine[0] for row in everyone):
             raise MismatchError(
-                "the ranks of a host do not average the same gradients: every rank of it must train the same "
-                "parameters on the same kind of device, and step its optimizers in the same order."
+                "the ranks of a host do not average the same gradients or buffers: every rank of it must train the "
+                "same parameters, in the same precision, on the same kind of device, and step its optimizers in the "
+                "same order."
             )
         if all(row == mine for row in everyone):
             return frozenset(said)
@@ -169,7 +170,7 @@ class Inside:
         group = self._devices.among(whole.pieces[0].device, self._transport)
         gathered = self._gathered_on_device(whole, mean, group) if group is not None else self._gathered(whole, mean)
         for part, values in zip(self.parts, gathered, strict=True):
-            part.gradient(whole).copy_(values)
+            Gradient((), tuple(part.slices(whole))).copy_(values)
         self.gathered = whole.numel
 
     def _gathered(self, whole: Gradient, mean: Tensor) -> Iterator[Tensor]:

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from oktopk.transport.sharing import attempt, share, share_error
 
 log = logging.getLogger("oktopk")
 
-T = TypeVar("T")
+_changing = threading.Lock()
 
 VARIABLE = "OKTOPK_NCCL"  # set to "off": whatever ranks of a host exchange goes through its memory
 MAKING_SECONDS = 60.0  # at most, for all ranks of a host to come together; then they do without
@@ -125,9 +125,10 @@ class Nccl:
         options = nccl.Options()
         options._timeout = 2 * self.timeout  # of torch's watchdog: `DeviceGroup` is to be first
         options.global_ranks_in_group, options.group_name = list(self._link.ranks), "oktopk"
+        store = self._link.another_store("devices")
         # By default that watchdog ends the process when a collective fails; we want an error that says who died.
         with _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
-            return nccl(self._link.another_store("devices"), self._link.rank, len(self._link.ranks), options)
+            return nccl(store, self._link.rank, len(self._link.ranks), options)
 
 
 class DeviceGroups:
@@ -142,7 +143,8 @@ class DeviceGroups:
 
     def kind(self, device: torch.device) -> str:
         """What ranks must have in common to ask for the group of their devices."""
-        if self._backend is None or device.type != self._backend.device_type:
+        is_settled = self._is_decided and self._group is None
+        if self._backend is None or is_settled or device.type != self._backend.device_type:
             return device.type
         self._device = self._device or device
         return device.type if device == self._device else f"another {device.type}"
@@ -162,7 +164,8 @@ class DeviceGroups:
 
     def _decide(self, backend: DeviceBackend, device: torch.device, transport: Transport) -> None:
         """All ranks have a group, or none has."""
-        reason = _obstacle(share([backend.obstacle(), backend.card(device)], transport))
+        obstacle = backend.obstacle()
+        reason = _obstacle(share([obstacle, backend.card(device) if obstacle is None else ""], transport))
         if reason is None:
             seconds = min(MAKING_SECONDS, backend.timeout.total_seconds() / 2)  # the others wait until all have tried
             group, error = attempt(lambda: _in_time(lambda: backend.make(device), seconds))
@@ -189,23 +192,32 @@ def _obstacle(told: Sequence[tuple[str | None, str]]) -> str | None:
     return next(filter(None, obstacles), "ranks share a GPU, and NCCL wants one for each" if is_shared else None)
 
 
-def _in_time(make: Callable[[], T], seconds: float) -> T:
+def _in_time(make: Callable[[], DeviceGroup], seconds: float) -> DeviceGroup:
     """What it makes. In a thread that nobody waits for longer: where a rank dies, NCCL may wait forever to connect."""
-    made: Future[T] = Future()
+    made: Future[DeviceGroup] = Future()
     threading.Thread(target=answer, args=(made, make), name="oktopk-devices", daemon=True).start()
     try:
         return made.result(seconds)
     except FutureTimeoutError:
+        made.add_done_callback(_leave)
         raise CommunicationError(f"the devices of a host did not come together in {seconds:g} s") from None
+
+
+def _leave(made: Future[DeviceGroup]) -> None:
+    """A group that came too late: its ranks do without."""
+    if made.exception() is None:
+        made.result().abort()
 
 
 @contextmanager
 def _environment(name: str, value: str) -> Iterator[None]:
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        os.environ.pop(name)
-        if before is not None:
-            os.environ[name] = before
+    """A variable for this moment; one thread at a time, or one would restore what another has set."""
+    with _changing:
+        before = os.environ.get(name)
+        os.environ[name] = value
+        try:
+            yield
+        finally:
+            os.environ.pop(name, None)
+            if before is not None:
+                os.environ[name] = before
