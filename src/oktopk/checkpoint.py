@@ -221,13 +221,15 @@ def _safetensors() -> Any:
 
 def _write_rank(folder: Path, reducer: Reducer, state: Mapping[str, Any]) -> RankFile:
     """Straight from the tensors to the disk: a copy of all of them in memory could be more than there is."""
+    save_file = _safetensors().save_file
     folder.mkdir(parents=True, exist_ok=True)
     stem = f"rank-{reducer.rank}-of-{reducer.world_size}"
     temporary = folder / f"{stem}.safetensors.tmp"
     tensors, plain = _parts(state)
     try:
-        _safetensors().save_file(tensors, temporary, plain)
+        save_file(tensors, temporary, plain)
     except Exception as error:  # of its own kind
+        temporary.unlink(missing_ok=True)
         raise CheckpointError(f"cannot write {temporary}: {error}") from error
     with temporary.open("rb") as file:
         digest = file_digest(file, "sha256").hexdigest()
