@@ -192,7 +192,8 @@ def _sources(module: str) -> str:
     spec = find_spec(module)
     assert spec is not None and spec.origin is not None
     here = Path(__file__).parent
-    files = {here / "compiling.py", *here.glob("cpu_*.py"), *Path(spec.origin).parent.glob("compiled_*.py")}
+    made = {here / "compiling.py", here / "calling.py"}
+    files = {*made, *here.glob("cpu_*.py"), *Path(spec.origin).parent.glob("compiled_*.py")}
     return sha256(b"".join(file.read_bytes() for file in sorted(files))).hexdigest()
 
 
