@@ -244,7 +244,7 @@ def test_an_epoch_in_words_names_both_phases() -> None:
         dense_bytes_per_step=1.93e8, validation={"loss": 1.0, "WER": 0.5},
     )  # fmt: skip
     assert epoch_text(entry, "WER") == (
-        "epoch 5 train loss 1.60 | dense 2/14 steps, sent 193 MB/step | sparse 12/14 steps, sparsity 0.980, "
+        "epoch 5 train loss 1.60 | dense 2/14 steps, sent 129 MB/step | sparse 12/14 steps, sparsity 0.980, "
         "ratio 50.2, sent 1.9 MB/step (dense 193 MB) | validation WER 0.500, loss 1.000 | 3.0s"
     )
 

@@ -186,7 +186,7 @@ def epoch_text(entry: EpochEntry, metric: str) -> str:
         else f"epoch {entry.epoch}"
     ]
     if entry.dense_steps:
-        parts.append(f"dense {entry.dense_steps}/{entry.steps} steps, {_sent(entry.dense_bytes_per_step)}")
+        parts.append(f"dense {entry.dense_steps}/{entry.steps} steps, {_sent(entry.sent_per_dense_step)}")
     if entry.sparse_steps and entry.sparsity is not None and entry.compression_ratio is not None:
         parts.append(
             f"sparse {entry.sparse_steps}/{entry.steps} steps, sparsity {entry.sparsity:.3f}, ratio "

@@ -83,6 +83,14 @@ class EpochEntry:
     gpu_reserved_bytes: int | None = None
     validation: Mapping[str, float] | None = None
 
+    @property
+    def sent_per_dense_step(self) -> float | None:
+        """By rank 0; with several ranks per host that is less than a dense all-reduce of all ranks sends."""
+        if self.bytes_per_step is None or not self.dense_steps:
+            return None
+        of_sparse = (self.sparse_bytes_per_step or 0.0) * self.sparse_steps
+        return (self.bytes_per_step * self.steps - of_sparse) / self.dense_steps
+
     def to_json(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
