@@ -78,6 +78,8 @@ def tell(steps: Sequence[Row], epochs: Sequence[Row]) -> None:
             print(f"  {name} {1e3 * median(step['seconds'][name] for step in own):.1f} ms")
     for epoch in epochs:
         print(f"epoch {epoch['epoch']}: loss {epoch['train_loss']:.2f}, {epoch.get('validation', '')}")
+    last = [after["wall_seconds"] - before["wall_seconds"] for before, after in pairwise(steps[84:])]
+    print(f"the last {len(last)} steps: {median(last):.1f} s each")
     print(f"{steps[-1]['wall_seconds'] / 60:.1f} minutes, {max(step['memory_bytes'] for step in steps) / 1e9:.2f} GB")
 
 
