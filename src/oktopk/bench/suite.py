@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +32,7 @@ FAST_NETWORKS = (
     "auto",
     ONE_LINE,
 )
+LINE = ("floor", "ddp dense", "powersgd 1", ONE_LINE)
 ALLREDUCE_FLAGS = "--numels 1000000 10000000 --world-sizes 4 --repeats 3"
 SIZES_FLAGS = (
     "--hosts 8 --world-sizes 2 4 8 --numels 100000 300000 1000000 3000000 10000000 --densities 0.01 --wires float32 "
@@ -64,9 +66,15 @@ def run_part(name: str, folder: Path, quick: bool, say: Say) -> float:
     part, started, notes = PARTS[name], perf_counter(), busy_notes()
     with open_cluster(part.hosts, Network.parse(part.network)) as cluster:
         rows, costs = part.work(cluster, quick, say)
-        run = header(name.partition("-")[0], part.command, cluster, costs, notes)
+        run = header(_kind(name), part.command, cluster, costs, notes)
     write_results(folder / f"{name}.jsonl", run, rows)
     return perf_counter() - started
+
+
+def _kind(name: str) -> str:
+    """Of results."""
+    kind = name.partition("-")[0]
+    return "step" if kind == "line" else kind
 
 
 def _step(contenders: tuple[str, ...], repeats: int, seconds: float) -> Callable[[Cluster, bool, Say], Any]:
@@ -113,7 +121,17 @@ def _step_part(network: str, contenders: tuple[str, ...], repeats: int, seconds:
     return Part(4, network, command, _step(contenders, repeats, seconds))
 
 
+def _line_part(network: str, repeats: int) -> Part:
+    """As someone would compare it by hand: the one line, and what it is held against."""
+    part = _step_part(network, LINE, repeats, 2)
+    return replace(part, command=f"{part.command} --contenders {shlex.join(LINE)}")
+
+
 PARTS: dict[str, Part] = {
+    "line-1gbit": _line_part("1gbit", 3),
+    "line-100mbit": _line_part("100mbit", 1),
+    "line-10gbit": _line_part("10gbit", 3),
+    "line-loopback": _line_part("loopback", 3),
     "step-1gbit": _step_part("1gbit", EVERYONE, 3, 2),
     "step-100mbit": _step_part("100mbit", EVERYONE, 2, 2),
     "step-10gbit": _step_part("10gbit", FAST_NETWORKS, 3, 2),
