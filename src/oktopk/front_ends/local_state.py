@@ -59,12 +59,29 @@ def reduced_from(saved: Mapping[str, Any], numel: int) -> Reduced | None:
 
 
 def inherit_same(states: RankStates) -> dict[str, Any]:
-    """The weights of one vector on the same rank of the same world; what its file leaves out, another's has."""
+    """The state of the same rank of the same world; what its file leaves out, another's has."""
+    shared = {"optimizers": states.leading["optimizers"], "still": states.first["still"]}
+    return {**states.nearest, **shared, "weights": [_same_weights(part) for part in _vectors(states)]}
+
+
+def inherit(states: RankStates) -> dict[str, Any]:
+    """The state of a rank in a world of another size, but for its reducer: what is owed is shared out, and optimizers
+    are averaged."""
+    of_hosts = states.of_leaders().part("optimizers")
+    optimizers = [_inherit_optimizer(of_hosts.part(index)) for index in range(len(states.leading["optimizers"]))]
+    return {**states.first, "weights": [_inherit_weights(part) for part in _vectors(states)], "optimizers": optimizers}
+
+
+def _vectors(states: RankStates) -> list[RankStates]:
+    return [states.part("weights").part(index) for index in range(len(states.first["weights"]))]
+
+
+def _same_weights(states: RankStates) -> dict[str, Any]:
     own = {name: states.nearest[name] or states.leading[name] for name in ("own", "owed")}
     return {**states.nearest, **own, "shared": states.first["shared"]}
 
 
-def inherit_weights(states: RankStates) -> dict[str, Any]:
+def _inherit_weights(states: RankStates) -> dict[str, Any]:
     """The weights of one vector on a rank of a world of another size: own = shared - owed, with nothing under way."""
     shared, first = dict(states.first["shared"]), states.first
     _pay(shared, first["arrived"].get("mean", {}))
@@ -99,7 +116,7 @@ def _pay(parts: dict[str, Tensor], amount: Mapping[str, Tensor]) -> None:
     parts.update(zip(parts, flat.split([part.numel() for part in parts.values()]), strict=True))
 
 
-def inherit_optimizer(states: RankStates) -> dict[str, Any]:
+def _inherit_optimizer(states: RankStates) -> dict[str, Any]:
     """One optimizer state for a host that inherits several or none: means of tensors, the rest as in the nearest."""
     given: Sequence[Mapping[str, Any]] = [state for host in states.inherited for state in host] or [states.nearest]
     merged = {

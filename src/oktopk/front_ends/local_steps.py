@@ -17,31 +17,18 @@ from typing_extensions import Unpack
 
 from oktopk.config import UPDATES_ALGORITHM, Density, update_defaults
 from oktopk.errors import CheckpointError, ConfigError, OkTopkError, UnsupportedError
-from oktopk.front_ends.buffers import is_look_due
 from oktopk.front_ends.every import Every, interval
 from oktopk.front_ends.host_gradients import HostGradients
-from oktopk.front_ends.local_state import (
-    inherit_optimizer,
-    inherit_same,
-    inherit_weights,
-    load_optimizer_state,
-    optimizer_state,
-)
+from oktopk.front_ends.local_state import inherit, inherit_same, load_optimizer_state, optimizer_state
 from oktopk.front_ends.options import LocalOptions
 from oktopk.front_ends.quiet import QuietDDP, count_skipped_steps
 from oktopk.front_ends.shared_weights import SharedWeights
-from oktopk.front_ends.weights import (
-    check_weights,
-    describe,
-    trained_by,
-    unwrap_model,
-    unwrap_optimizers,
-)
+from oktopk.front_ends.update_reductions import UpdateReductions
+from oktopk.front_ends.weights import check_weights, trained_by, unwrap_model, unwrap_optimizers
 from oktopk.kernels.tensors import largest_magnitude
 from oktopk.reducer import Reducer
 from oktopk.reduction.hosts import HostsOption
 from oktopk.reduction.rank_states import RankStates
-from oktopk.reduction.records import Request
 
 log = logging.getLogger("oktopk")
 
@@ -146,15 +133,11 @@ class LocalSteps:
         self._interval = interval(every, reducer)
         self._weights = SharedWeights(module, reducer)
         self._gradients = HostGradients(reducer, self._weights.trained, optimizers)
-        self._updates = self._weights.updates
-        self._updates.deferred = overlap
+        self._reductions = UpdateReductions(reducer, self._weights, self._gradients, optimizers, overlap)
         self.step = 0  # optimizer steps so far
         self._since = 0  # of them after the last synchronisation
-        self._synchronisations = 0
         self._due = self._interval.steps(0)
-        self._under_way: list[torch.futures.Future[Tensor]] = []
-        self._ended = self._submitted = perf_counter()
-        self._arrived: list[float] = []  # when the last reduction had travelled, once it has
+        self._ended = perf_counter()  # the last synchronisation
         self._undo = list(self._attach(scaler, ddp))
         self._written = self._weights.written()
 
@@ -267,52 +250,20 @@ class LocalSteps:
         self._refuse_while_lent("synchronize()")
         began = perf_counter()
         computing = (began - self._ended) / max(1, self._since)
-        travelling = self._await_arrival()
-        if self._updates.deferred:
+        travelling = self._reductions.await_arrival()
+        if self._reductions.overlap:
             began = perf_counter()  # what training waited for does not come again once the interval is long enough
         if self.world_size > 1:
-            self._reduce(dense=False)
+            self._reductions.start(self._last_step)
         self._ended = perf_counter()
         self._since = 0
         self._interval.observe(self._ended - began, computing, travelling)
         self._due = self._interval.steps(self.step)
 
-    def _reduce(self, dense: bool) -> None:
-        self._complete()
-        self._synchronisations += 1
-        if dense or is_look_due(self._synchronisations):
-            self._weights.find_moving()
-        self._gradients.average_buffers_(self._weights.moving)
-        terms, step = describe(self._optimizers), max(0, self.step - 1)
-        pipeline = self.reducer._pipeline
-        given = [(v.own(), Request(step=step, terms=terms, dense=dense or v.dense)) for v in self._weights.vectors]
-        if self._updates.deferred:
-            for own, request in given:  # before any is submitted: kernels serve one thread at a time
-                only_some = pipeline.asks != "everything" and not request.dense
-                k = pipeline.k_at(step, own.numel) if only_some else 0
-                self._updates.choose(own, k, pipeline.algorithm_of(own.layout).ask_ahead)
-        # A list of its own: who waits for a future may go on before what was to be done with it is done.
-        self._submitted, self._arrived = perf_counter(), (arrived := [])
-        self._under_way += [self.reducer._submit(own, request) for own, request in given]
-        self._under_way[-1].add_done_callback(lambda _: arrived.append(perf_counter()))
-        if not self._updates.deferred:
-            self._complete()
-
-    def _await_arrival(self) -> float:
-        """Wait for the reduction that travels beside training, if one does; how many seconds it took."""
-        if not self._under_way:
-            return 0.0
-        self._wait()
-        return (self._arrived[0] if self._arrived else perf_counter()) - self._submitted
-
-    def _complete(self) -> None:
-        """Wait for what is under way, and apply it if that was put off."""
-        under_way, self._under_way = self._under_way, []
-        for future in under_way:
-            future.wait()
-        if self._updates.deferred:
-            for vector in self._weights.vectors:
-                self._updates.apply(vector.own())
+    @property
+    def _last_step(self) -> int:
+        """Under whose number updates are reduced."""
+        return max(0, self.step - 1)
 
     # -- the shared weights --------------------------------------------------------------------------------------
 
@@ -339,21 +290,14 @@ class LocalSteps:
         self._refuse_while_lent("finish()")
         if self.world_size == 1:
             return
-        self._complete()
-        deferred, self._updates.deferred = self._updates.deferred, False
-        try:
-            self._reduce(dense=True)
-        finally:
-            self._updates.deferred = deferred
+        self._reductions.finish(self._last_step)
         self._since = 0
         self._written = self._weights.written()
 
     def restart(self) -> None:
         """Take rank 0's weights and buffers as they are now for everyone's; drop what is owed and under way."""
         self._refuse_while_lent("restart()")
-        self._wait()
-        self._under_way.clear()
-        self._synchronisations = 0
+        self._reductions.drop()
         self._weights.begin()
         self._written = self._weights.written()
 
@@ -370,13 +314,9 @@ class LocalSteps:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _wait(self) -> None:
-        for future in self._under_way:
-            future.wait()
-
     def _settle(self) -> None:
         """Nobody writes any more. Alone there is nobody to owe anything to: own weights are the shared ones."""
-        self._wait()
+        self._reductions.wait()
         if self.world_size == 1 and not self._weights.is_lent:
             self._weights.share_own()
 
@@ -395,7 +335,7 @@ class LocalSteps:
             "step": self.step,
             "since": self._since,
             "due": self._due,
-            "synchronisations": self._synchronisations,
+            "synchronisations": self._reductions.count,
             "every": self._interval.state_dict(),
             **self._weights.state_dict(with_shared, with_own),
             "optimizers": [optimizer_state(optimizer) for optimizer in self._optimizers] if with_own else [],
@@ -408,24 +348,14 @@ class LocalSteps:
 
     def from_rank_states(self, states: RankStates) -> Mapping[str, Any]:
         """This rank's state. In a world of another size what is owed is shared out, and optimizers are averaged."""
-        weights = [states.part("weights").part(index) for index in range(len(states.first["weights"]))]
         if states.is_same_world:
-            whole = [inherit_same(part) for part in weights]
-            optimizers = states.leading["optimizers"]
-            return {**states.nearest, "weights": whole, "optimizers": optimizers, "still": states.first["still"]}
-        of_hosts = states.of_leaders().part("optimizers")
-        optimizers = [of_hosts.part(index) for index in range(len(self._optimizers))]
-        return {
-            **states.first,
-            "weights": [inherit_weights(part) for part in weights],
-            "optimizers": [inherit_optimizer(part) for part in optimizers],
-            "reducer": self.reducer.from_rank_states(states.part("reducer")),
-        }
+            return inherit_same(states)
+        return inherit(states) | {"reducer": self.reducer.from_rank_states(states.part("reducer"))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue exactly where the state was taken, in the middle of an interval too."""
         self._refuse_while_lent("loading a state")
-        self._complete()
+        self._reductions.complete()
         if len(state["optimizers"]) != len(self._optimizers):
             raise CheckpointError(
                 f"this state is of {len(state['optimizers'])} optimizers, and here are {len(self._optimizers)}."
@@ -435,6 +365,6 @@ class LocalSteps:
             load_optimizer_state(optimizer, saved)
         self.reducer.load_state_dict(state["reducer"])
         self.step, self._since, self._due = int(state["step"]), int(state["since"]), int(state["due"])
-        self._synchronisations = int(state["synchronisations"])
+        self._reductions.count = int(state["synchronisations"])
         self._interval.load_state_dict(state["every"])
         self._written = self._weights.written()
