@@ -24,6 +24,7 @@ class HostGradients:
         self._reducer, self._is_alone = reducer, reducer.hosts.is_flat
         self._names = {id(t): name for vector in trained for name, t in zip(vector.names, vector.tensors, strict=True)}
         self._averaged: set[int] = set()  # optimizers whose next step is going to find means
+        self._compared: list[str] = []  # buffers that ranks of the host have found to be alike
         if not self._is_alone and any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
             raise UnsupportedError(
                 "LBFGS evaluates the loss inside a step as often as that loss wants, which differs between ranks of a "
@@ -52,8 +53,13 @@ class HostGradients:
 
     def average_buffers_(self, vectors: Sequence[Weights]) -> None:
         """Of each rank's own batches, so that what a host changed is told by any of its ranks."""
-        if not self._is_alone and vectors:
-            self._reducer._communicate_inside(lambda inside: _average_buffers_(vectors, inside))
+        if self._is_alone or not vectors:
+            return
+        named = dict(chain.from_iterable(zip(v.names, v.tensors, strict=True) for v in vectors))
+        if list(named) != self._compared:  # which are averaged changes on all ranks together
+            self._reducer._communicate_inside(lambda inside: inside.said_by_any(named, ()))
+            self._compared = list(named)
+        self._reducer._communicate_inside(lambda inside: _average_all_(vectors, inside))
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Its gradients are used up."""
@@ -97,9 +103,7 @@ def _average_(named: Mapping[str, Tensor], inside: Inside) -> None:
         inside.average_(Gradient(tuple((name, grad.numel()) for name, grad in of_dtype.items()), pieces))
 
 
-def _average_buffers_(vectors: Sequence[Weights], inside: Inside) -> None:
-    tensors = (zip(vector.names, vector.tensors, strict=True) for vector in vectors)
-    inside.said_by_any(dict(chain.from_iterable(tensors)), ())
+def _average_all_(vectors: Sequence[Weights], inside: Inside) -> None:
     for vector in vectors:
         inside.average_(vector.own())
 

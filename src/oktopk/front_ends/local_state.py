@@ -65,8 +65,7 @@ def inherit_same(states: RankStates) -> dict[str, Any]:
 
 
 def inherit(states: RankStates) -> dict[str, Any]:
-    """The state of a rank in a world of another size, but for its reducer: what is owed is shared out, and optimizers
-    are averaged."""
+    """A rank's state in a world of another size, but for its reducer: owed is shared out, optimizers are averaged."""
     of_hosts = states.of_leaders().part("optimizers")
     optimizers = [_inherit_optimizer(of_hosts.part(index)) for index in range(len(states.leading["optimizers"]))]
     return {**states.first, "weights": [_inherit_weights(part) for part in _vectors(states)], "optimizers": optimizers}
