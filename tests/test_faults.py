@@ -47,7 +47,7 @@ def check_kill(world_size: int, victim: int, at: float) -> None:
     outcomes = start(world_size, fault_cases.killed, victim, at, timeout=300)
     for outcome in outcomes:
         if outcome.rank == victim:
-            assert outcome.code == -signal.SIGKILL
+            assert outcome.code == -signal.SIGKILL, outcome.output
             continue
         assert outcome.payload, f"rank {outcome.rank} ended with {outcome.code}: {outcome.output[-6000:]}"
         kind, message, seconds = pickle.loads(outcome.payload)

@@ -6,6 +6,7 @@ Ranks are forked from a server that has torch imported already: a rank then star
 from __future__ import annotations
 
 import contextlib
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -27,6 +28,8 @@ import pytest
 TESTS = Path(__file__).parent
 Before = Callable[[], None]
 
+_ports = itertools.count(os.getpid())
+
 _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(["preload"])
 
@@ -40,9 +43,13 @@ def _start_server() -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """One that nobody else takes before it is used: no system hands these out by itself, and no other worker does."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    while True:
+        port = 20_000 + 1_000 * (worker % 10) + next(_ports) % 1_000
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
 
 
 def run_processes(
