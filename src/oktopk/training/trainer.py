@@ -96,10 +96,9 @@ class Trainer:
         self.steps_per_epoch = -(-self.batches_per_epoch // config.accumulate)
         self.journal, self.stopwatch = Journal(self.place.memory), Stopwatch()
         self.recorder = Recorder(world, self.journal)
-        optimizer = make_optimizer(self.recipe, self.model.parameters())
-        self.optimizer = make_synchronisation(
-            config, self.recipe, optimizer, self.model, self.journal.sink, self.place.make_scaler()
-        )
+        scaler = self.place.make_scaler()
+        optimizer = make_optimizer(self.recipe, self.model.parameters(), fused=scaler is None)
+        self.optimizer = make_synchronisation(config, self.recipe, optimizer, self.model, self.journal.sink, scaler)
         self.reducer = self.optimizer.reducer
         self.analyzer = Analyzer(world, self.model)
         self.state = State(self.model, self.optimizer, workload, world, self.batches_per_epoch)
