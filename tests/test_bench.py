@@ -18,7 +18,7 @@ from oktopk.bench import contenders, models
 from oktopk.bench import step as step_module
 from oktopk.bench.allreduce import AllreduceResult, Sweep, bench_allreduce
 from oktopk.bench.cluster import Cluster, missing_for_emulation, namespaces, open_cluster
-from oktopk.bench.contenders import EVERYONE, require_known
+from oktopk.bench.contenders import CHOICES, EVERYONE, require_known
 from oktopk.bench.network import Network
 from oktopk.bench.overlap import OverlapBench, OverlapResult, bench_overlap
 from oktopk.bench.overlap_updates import bench_overlap_of_updates
@@ -205,7 +205,15 @@ def test_the_one_line_has_targets_of_its_own() -> None:
     assert found["line"].measured == pytest.approx(15) and found["line"].ok
     assert found["line_powersgd"].measured == pytest.approx(4)
     assert found["line_speedup"].measured == pytest.approx(8)
-    assert not found["hidden"].ok and "rounds" in found
+    assert not found["hidden"].ok and "rounds" in found and "line_choice" not in found
+
+
+def test_the_one_line_is_held_against_the_best_that_it_could_have_chosen() -> None:
+    rows = [_step("floor", 0.1), _step("ddp dense", 1.6), _step("register", 0.2)]
+    rows += [_step(name, 0.15 + 0.1 * place) for place, name in enumerate(CHOICES)]
+    found = {t.key: t for t in targets({}, [], [], {"10gbit": best(rows)})}
+    assert found["line_choice"].measured == pytest.approx(0.75) and not found["line_choice"].ok
+    assert all(f"'{name}'" in PARTS["line-1gbit"].command for name in CHOICES)
 
 
 def test_the_best_round_counts_with_overhead_and_speedup() -> None:

@@ -30,6 +30,7 @@ from oktopk.reduction.streams import future_on
 
 BASELINES = ("floor", "ddp dense", "ddp fp16", "powersgd 1", "powersgd 4")
 ONE_LINE = "register"  # oktopk.register(ddp, density=...) and nothing else
+CHOICES = ("oktopk bfloat16 fused", "oktopk int8 fused", "oktopk bfloat16", "oktopk int8")  # of the one line, 27.57 M
 OURS = (
     *(f"{algorithm} float32" for algorithm in ALGORITHMS),
     *(f"oktopk {wire}" for wire in ("float16", "bfloat16", "int8", "int4")),

@@ -9,7 +9,7 @@ from typing import Any
 
 from oktopk.bench import plots
 from oktopk.bench.allreduce import AllreduceResult, rounds_text
-from oktopk.bench.contenders import ONE_LINE
+from oktopk.bench.contenders import CHOICES, ONE_LINE
 from oktopk.bench.machine import Machine
 from oktopk.bench.markdown import markdown_table
 from oktopk.bench.measurement import Measurement
@@ -132,6 +132,7 @@ def _line_section(runs: Sequence[StepRun]) -> list[str]:
         "",
         "`oktopk.register(ddp, density=0.01)` and nothing else, 4 emulated hosts. These are runs of their own, with",
         "few contenders: with all of them (below) a process has had twenty other models before, and its memory shows.",
+        "The best choice is the fastest of those the line has, asked for by name in the same processes, after it.",
         "",
     ]
     lines += [*markdown_table(_line_row(header, results) for header, results in runs), ""]
@@ -148,13 +149,15 @@ def _measured(headers: Iterable[Header]) -> list[str]:
 def _line_row(header: Header, results: Sequence[StepResult]) -> dict[str, Any]:
     by = {result.contender: result for result in results}
     ours, dense, rival = by[ONE_LINE], by["ddp dense"], by.get("powersgd 1")
-    over = ours.overhead_seconds
+    over, choices = ours.overhead_seconds, [by[name] for name in CHOICES if name in by]
+    best = min(choices, key=lambda result: result.step_seconds, default=None)
     return {
         "network": header.network,
         "floor [ms]": f"{ours.floor_seconds * 1e3:.0f}",
         "DDP dense [ms]": f"{dense.step_seconds * 1e3:.0f}",
         "the line [ms]": f"{ours.step_seconds * 1e3:.0f}",
         "spread [ms]": f"{ours.fastest * 1e3:.0f} to {ours.slowest * 1e3:.0f}",
+        "best choice [ms]": f"{best.step_seconds * 1e3:.0f} ({best.contender})" if best else "",
         "dense / line, step": f"{dense.step_seconds / ours.step_seconds:.2f}",
         "dense / line, overhead": f"{dense.overhead_seconds / over:.1f}",
         "PowerSGD rank 1 / line, overhead": f"{rival.overhead_seconds / over:.1f}" if rival else "",

@@ -11,7 +11,7 @@ from typing import Any
 
 from oktopk.bench.allreduce import Sweep, bench_allreduce
 from oktopk.bench.cluster import Cluster, open_cluster
-from oktopk.bench.contenders import EVERYONE, ONE_LINE
+from oktopk.bench.contenders import CHOICES, EVERYONE, ONE_LINE
 from oktopk.bench.host import busy_notes
 from oktopk.bench.network import Network
 from oktopk.bench.overlap import OverlapBench, bench_overlap
@@ -32,7 +32,7 @@ FAST_NETWORKS = (
     "auto",
     ONE_LINE,
 )
-LINE = ("floor", "ddp dense", "powersgd 1", ONE_LINE)
+LINE = ("floor", "ddp dense", "powersgd 1", ONE_LINE, *CHOICES)
 ALLREDUCE_FLAGS = "--numels 1000000 10000000 --world-sizes 4 --repeats 3"
 SIZES_FLAGS = (
     "--hosts 8 --world-sizes 2 4 8 --numels 100000 300000 1000000 3000000 10000000 --densities 0.01 --wires float32 "
@@ -122,14 +122,14 @@ def _step_part(network: str, contenders: tuple[str, ...], repeats: int, seconds:
 
 
 def _line_part(network: str, repeats: int) -> Part:
-    """As someone would compare it by hand: the one line, and what it is held against."""
+    """As someone would compare it by hand: the one line, what it is held against, and what it might have chosen."""
     part = _step_part(network, LINE, repeats, 2)
     return replace(part, command=f"{part.command} --contenders {shlex.join(LINE)}")
 
 
 PARTS: dict[str, Part] = {
     "line-1gbit": _line_part("1gbit", 3),
-    "line-100mbit": _line_part("100mbit", 1),
+    "line-100mbit": _line_part("100mbit", 3),
     "line-10gbit": _line_part("10gbit", 3),
     "line-loopback": _line_part("loopback", 3),
     "step-1gbit": _step_part("1gbit", EVERYONE, 3, 2),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from oktopk.bench.allreduce import AllreduceResult
-from oktopk.bench.contenders import ONE_LINE
+from oktopk.bench.contenders import CHOICES, ONE_LINE
 from oktopk.bench.measurement import Measurement
 from oktopk.bench.overlap import OverlapResult
 from oktopk.bench.sizes import SizeResult
@@ -59,6 +59,9 @@ def _of_line(network: str, by: Mapping[str, StepResult]) -> Iterator[Measurement
         ratio = dense.step_seconds / ours.step_seconds
         text = f"speed-up of the one line over DDP dense, {network}"
         yield _at_least("line_speedup", text, ratio, *_LINE_SPEEDUP[network])
+    if set(CHOICES) <= set(by):
+        ratio = min(by[name].step_seconds for name in CHOICES) / ours.step_seconds
+        yield _at_least("line_choice", f"best choice there is / the one line, step, {network}", ratio, 0.95)
 
 
 def _of_steps(network: str, by: Mapping[str, StepResult]) -> Iterator[Measurement]:
