@@ -10,6 +10,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from statistics import mean
 from time import monotonic, perf_counter
@@ -102,17 +103,16 @@ class Training:
         self.participant: Participant = contender.attach(setting)
         seed_rank(job.seed, context.rank)
         self.done, self._counted = 0, self._sent()
-        self._batches = self._endless()
+        # Steps are timed with batches of the second epoch: in the first, speech comes by length, the shortest first.
+        self._batches = self._endless(first=0 if brief is None else 1)
         self.model.train()
 
     def _config(self, job: Job) -> TrainConfig:
         return replace(job.config, every=self.schedule.every) if job.config.reduce == "updates" else job.config
 
-    def _endless(self) -> Iterator[Any]:
-        epoch = 0
-        while True:
+    def _endless(self, first: int) -> Iterator[Any]:
+        for epoch in count(first):
             yield from self.workload.batches(epoch, self.world.rank, self.world.world_size)
-            epoch += 1
 
     def step(self) -> Seen:
         """The next one. What was still under way when the last one ended is counted here."""
