@@ -10,7 +10,7 @@ from __future__ import annotations
 import gzip
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
@@ -36,16 +36,17 @@ def main(runs: Path) -> None:
     draw("loss", "The original experiment: mean loss of 8 ranks, step by step", original_loss())
     sweeps = {
         "compare": ("Algorithms", [f"next-{name}" for name in ("dense", "topka", "gtopk", "oktopk")]),
-        "rates": (
-            "Learning rates",
-            ["rate-oktopk-lr0.001", "next-oktopk", "rate-oktopk-lr0.005", "rate-oktopk-lr0.01"],
-        ),
+        "rates": ("Learning rates", ["rate-oktopk-lr0.001", "next-oktopk", "rate-oktopk-lr0.01"]),
         "densities": ("Densities", ["next-oktopk", "density-oktopk-density0.05", "density-oktopk-density0.10"]),
+        "gaussiank": ("gaussiank", [f"sigma-gaussiank-density{density:g}" for density in SIGMAS.values()]),
+        "forty": ("The large network", [f"forty-{name}" for name in ("dense", "topka", "gtopk", "oktopk")]),
     }
     for name, (title, names) in sweeps.items():
         there = [run for run in names if (runs / run).is_dir()]
         if len(there) > 1:
             draw(name, f"{title}: training loss, mean of {SMOOTH} steps", losses(runs, there))
+        for run in there:
+            tell_end(runs / run)
     if (runs / "look").is_dir():
         looks = rows(runs / "look" / "analysis.jsonl")
         before, after = switch(runs / "look", looks)
@@ -56,7 +57,13 @@ def main(runs: Path) -> None:
         draw("sigma", "Entries beyond so many standard deviations", sigma(sparse))
         draw("overlap", "Overlap with the true top k", overlap(sparse))
     if (runs / "thirty").is_dir():
-        draw("thirty", "Thirty epochs, stopped and resumed: word error rate", thirty(runs / "thirty"))
+        draw("thirty", "Thirty epochs, stopped and resumed: error rates", errors({"": runs / "thirty"}))
+    recipes = {name: runs / f"large-{name}" for name in ("gradients", "updates")}
+    for run in [*recipes.values(), runs / "thirty"]:
+        if run.is_dir():
+            tell_end(run)
+    if all(run.is_dir() for run in recipes.values()):
+        draw("recipe", "The large network with another recipe: error rates", errors(recipes))
 
 
 def draw(name: str, title: str, drawing: Drawing) -> None:
@@ -81,6 +88,15 @@ def tell(steps: Sequence[Row], epochs: Sequence[Row]) -> None:
     last = [after["wall_seconds"] - before["wall_seconds"] for before, after in pairwise(steps[84:])]
     print(f"the last {len(last)} steps: {median(last):.1f} s each")
     print(f"{steps[-1]['wall_seconds'] / 60:.1f} minutes, {max(step['memory_bytes'] for step in steps) / 1e9:.2f} GB")
+
+
+def tell_end(run: Path) -> None:
+    """How a run of the next steps ended, and what its steps sent."""
+    steps, last = rows(run / "steps.jsonl"), rows(run / "epochs.jsonl")[-1]
+    sent = {step["reduce"]["phase"]: step["reduce"]["bytes_sent"] / 1e6 for step in steps}
+    loss = fmean(step["loss"] for step in steps[-SMOOTH:])
+    wall = median(b["wall_seconds"] - a["wall_seconds"] for a, b in pairwise(steps))
+    print(f"{run.name}: {len(steps)} steps of {wall:.2f} s, loss {loss:.3f}, {last.get('validation', '')}, MB {sent}")
 
 
 def original_loss() -> Drawing:
@@ -157,13 +173,14 @@ def beyond(histogram: Row, deviations: float) -> float:
     return sum(parts) / total
 
 
-def thirty(run: Path) -> Drawing:
-    epochs = [row for row in rows(run / "epochs.jsonl") if "validation" in row]
-    x = [row["epoch"] for row in epochs]
-    shown = [
-        Series(name, x, [row["validation"][name] for row in epochs], c, "points")
-        for name, c in (("WER", "c2"), ("CER", "c0"))
-    ]
+def errors(runs: Mapping[str, Path]) -> Drawing:
+    """Word and character error rates of runs, by what is said of each."""
+    shown, colors = [], iter(("c0", "c1", "c2", "c3"))
+    for said, run in runs.items():
+        epochs = [row for row in rows(run / "epochs.jsonl") if "validation" in row]
+        for name in ("WER", "CER"):
+            y = [row["validation"][name] for row in epochs]
+            shown.append(Series(f"{name} {said}".strip(), [row["epoch"] for row in epochs], y, next(colors), "points"))
     return draw_lines(Chart(Axis("epoch"), Axis("error rate", "share", zero=True), shown, frame=WIDE))
 
 
