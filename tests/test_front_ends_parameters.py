@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +18,7 @@ import oktopk
 from oktopk.config import ReducerConfig, ReducerOptions
 from oktopk.errors import ConfigError, UnsupportedError
 from oktopk.front_ends.clipping import NormClip
+from oktopk.front_ends.memory import return_gaps
 from oktopk.front_ends.parameters import named_parameters, refuse_unsupported
 from oktopk.reduction.autotune import AutoConfig
 from oktopk.transport import ThreadWorld
@@ -123,6 +126,19 @@ def test_freed_memory_is_kept_only_when_asked_for(monkeypatch: pytest.MonkeyPatc
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
         oktopk.DistributedOptimizer(inner, model, group=ThreadWorld(1).transports()[0], **options).close()
         assert len(asked) == len(options)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told")
+def test_gaps_between_things_in_use_go_back_to_the_system() -> None:
+    blocks = [torch.ones(2**14) for _ in range(2000)]  # 64 kB each: from the heap, and no two of them merge
+    del blocks[::2]
+    before = _resident()
+    assert return_gaps()
+    assert before - _resident() > 2**25 and all(float(block[-1]) == 1.0 for block in blocks)
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 TYPED = """

@@ -12,8 +12,6 @@ log = logging.getLogger("oktopk")
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # as <malloc.h> numbers them
 _MOST = 2**31 - 1  # bytes free at the end of the heap before any are given back: the largest int
 _LARGE = 2**25  # bytes of a request that still comes from the heap, where it can be kept: glibc allows no more
-
-
 _SMALL = 2**20  # bytes of a request that comes from the heap when memory is scarce
 
 
@@ -37,9 +35,22 @@ def return_freed_memory() -> bool:
     return _tell_glibc(trim=_SMALL, mmap=_SMALL)
 
 
+def return_gaps() -> bool:
+    """Give back to the system, once, what is free between things in use; whether glibc could.
+
+    What a checkpoint or a validation takes for a moment leaves gaps that later steps do not fit into.
+    """
+    return _is_glibc() and bool(ctypes.CDLL(None).malloc_trim(0))
+
+
 def _tell_glibc(trim: int, mmap: int) -> bool:
-    if platform.libc_ver()[0] != "glibc":
+    if not _is_glibc():
         log.debug("what becomes of freed memory can be told to glibc only, and this is another C library.")
         return False
     mallopt = ctypes.CDLL(None).mallopt
     return bool(mallopt(_TRIM_THRESHOLD, trim) and mallopt(_MMAP_THRESHOLD, mmap))
+
+
+@cache
+def _is_glibc() -> bool:
+    return platform.libc_ver()[0] == "glibc"

@@ -17,7 +17,7 @@ from torch import Tensor
 from oktopk.errors import ConfigError, DataError
 from oktopk.front_ends.clipping import NormClip
 from oktopk.front_ends.local_steps import worker_hosts
-from oktopk.front_ends.memory import return_freed_memory
+from oktopk.front_ends.memory import return_freed_memory, return_gaps
 from oktopk.training.algorithms import has_sparse_steps
 from oktopk.training.analysis import Analyzer
 from oktopk.training.checkpoint import Checkpoints, Position, find_checkpoint
@@ -354,6 +354,7 @@ class Trainer:
 
     def _save(self, is_best: bool = False) -> None:
         self.observer.saved(self.state.save(self.checkpoints, self.at, is_best))
+        return_gaps()
 
     def _resume(self, resume: Path) -> None:
         """Continue exactly where a checkpoint was written."""
