@@ -57,13 +57,13 @@ def main(runs: Path) -> None:
         draw("sigma", "Entries beyond so many standard deviations", sigma(sparse))
         draw("overlap", "Overlap with the true top k", overlap(sparse))
     if (runs / "thirty").is_dir():
-        draw("thirty", "Thirty epochs, stopped and resumed: error rates", errors({"": runs / "thirty"}))
-    recipes = {name: runs / f"large-{name}" for name in ("gradients", "updates")}
-    for run in [*recipes.values(), runs / "thirty"]:
-        if run.is_dir():
-            tell_end(run)
-    if all(run.is_dir() for run in recipes.values()):
-        draw("recipe", "The large network with another recipe: error rates", errors(recipes))
+        tell_end(runs / "thirty")
+        draw(
+            "thirty", "Thirty epochs, stopped and resumed: error rates", errors({"": runs / "thirty" / "epochs.jsonl"})
+        )
+    kept = {name: KEPT / f"large-{name}-epochs.jsonl.gz" for name in ("updates", "gradients")}
+    recipes = {name: path for name, path in kept.items() if path.is_file()}
+    draw("recipe", "The large network with another recipe: error rates", errors(recipes))
 
 
 def draw(name: str, title: str, drawing: Drawing) -> None:
@@ -174,10 +174,10 @@ def beyond(histogram: Row, deviations: float) -> float:
 
 
 def errors(runs: Mapping[str, Path]) -> Drawing:
-    """Word and character error rates of runs, by what is said of each."""
+    """Word and character error rates from epochs of runs, by what is said of each."""
     shown, colors = [], iter(("c0", "c1", "c2", "c3"))
-    for said, run in runs.items():
-        epochs = [row for row in rows(run / "epochs.jsonl") if "validation" in row]
+    for said, path in runs.items():
+        epochs = [row for row in rows(path) if row.get("validation")]
         for name in ("WER", "CER"):
             y = [row["validation"][name] for row in epochs]
             shown.append(Series(f"{name} {said}".strip(), [row["epoch"] for row in epochs], y, next(colors), "points"))
