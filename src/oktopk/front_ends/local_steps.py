@@ -83,12 +83,7 @@ def local_steps(
     _refuse_twice(optimizers)
     if "reduce" in options:
         raise ConfigError("local_steps takes no reduce: it is updates that it reduces.")
-    if scaler is not None:
-        options.setdefault("on_nonfinite", "skip")
-    if ddp is not None:
-        options.setdefault("group", ddp.process_group)
-    device = next(module.parameters(), torch.empty(0)).device
-    options["hosts"] = worker_hosts(options.get("hosts", "auto"), overlap, device)
+    _complete_options(options, module, ddp, overlap, scaler)
     usual = update_defaults(algorithm)
     density = usual.density if density is None else density
     reducer = Reducer(algorithm, density, wire=wire or usual.wire, reduce="updates", **options)
@@ -97,6 +92,18 @@ def local_steps(
     except BaseException:
         reducer.close()
         raise
+
+
+def _complete_options(
+    options: LocalOptions, module: nn.Module, ddp: DistributedDataParallel | None, overlap: bool, scaler: Any
+) -> None:
+    """Set what was not given and follows from the model and the scaler."""
+    if scaler is not None:
+        options.setdefault("on_nonfinite", "skip")
+    if ddp is not None:
+        options.setdefault("group", ddp.process_group)
+    device = next(module.parameters(), torch.empty(0)).device
+    options["hosts"] = worker_hosts(options.get("hosts", "auto"), overlap, device)
 
 
 def worker_hosts(wanted: HostsOption, overlap: bool, device: torch.device) -> HostsOption:
