@@ -93,10 +93,12 @@ def tell(steps: Sequence[Row], epochs: Sequence[Row]) -> None:
 def tell_end(run: Path) -> None:
     """How a run of the next steps ended, and what its steps sent."""
     steps, last = rows(run / "steps.jsonl"), rows(run / "epochs.jsonl")[-1]
-    sent = {step["reduce"]["phase"]: step["reduce"]["bytes_sent"] / 1e6 for step in steps}
+    sparse = [step["reduce"]["bytes_sent"] for step in steps if step["reduce"]["phase"] == "sparse"]
+    sent = fmean(sparse) / 1e6 if sparse else 0.0
     loss = fmean(step["loss"] for step in steps[-SMOOTH:])
     wall = median(b["wall_seconds"] - a["wall_seconds"] for a, b in pairwise(steps))
-    print(f"{run.name}: {len(steps)} steps of {wall:.2f} s, loss {loss:.3f}, {last.get('validation', '')}, MB {sent}")
+    print(f"{run.name}: {len(steps)} steps of {wall:.2f} s, {sent:.3f} MB")
+    print(f"  loss {loss:.3f}, {last.get('validation', '')}")
 
 
 def original_loss() -> Drawing:
