@@ -47,6 +47,11 @@ def test_check_lists_all_problems_of_all_kinds_at_once(tmp_path: Path, capsys: p
     assert "4 utterances good" in out and "5 bad" in out
 
 
+def test_manifests_for_tuning_need_names_of_speakers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "an4", "synth-an4:6", "--tuning-speakers", "2"]) != 0
+    assert "cannot be told" in capsys.readouterr().err
+
+
 def test_absolute_paths_are_written_only_when_asked(tmp_path: Path) -> None:
     main(["data", "an4", "synth-an4:6", "--out", "relative"])
     main(["data", "an4", "synth-an4:6", "--out", "absolute", "--absolute"])

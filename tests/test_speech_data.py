@@ -15,7 +15,7 @@ import torch
 from oktopk.errors import ConfigError, DataError
 from oktopk.workloads.speech import synth
 from oktopk.workloads.speech.audio import read_audio, resample, write_audio
-from oktopk.workloads.speech.corpus import find_corpus
+from oktopk.workloads.speech.corpus import Corpus, find_corpus, for_tuning
 from oktopk.workloads.speech.data import load, require
 from oktopk.workloads.speech.espeak import Manner, Speaker
 from oktopk.workloads.speech.manifest import Entry, read_manifest, relocate, write_manifest
@@ -229,6 +229,25 @@ def test_audio_with_text_files_beside_it_is_read_and_a_missing_text_is_named(tmp
     corpus = find_corpus(str(tmp_path))
     assert len(load(corpus.train, 4).utterances) == 2
     assert "no transcript b.txt" in load(corpus.validation, 4).problems[0]
+
+
+def test_speakers_for_tuning_come_from_the_training_part_and_the_test_part_stays_unseen() -> None:
+    said = [Entry(Path(f"an{take}-{speaker}-b.flac"), "YES") for speaker in "abcdef" for take in (1, 2)]
+    corpus = for_tuning(Corpus("an4", tuple(said), (Entry(Path("an9-test-b.flac"), "NO"),)), 2)
+    assert {entry.path.stem.split("-")[1] for entry in corpus.validation} == {"b", "e"}
+    assert sorted([*corpus.train, *corpus.validation], key=said.index) == said
+
+
+@pytest.mark.parametrize("speakers", [-1, 0, 6])
+def test_a_wrong_number_of_speakers_for_tuning_is_refused(speakers: int) -> None:
+    said = tuple(Entry(Path(f"an1-{speaker}-b.flac"), "YES") for speaker in "abcdef")
+    with pytest.raises(DataError, match=rf"{speakers} speakers for tuning, expected 1 to 5"):
+        for_tuning(Corpus("an4", said, ()), speakers)
+
+
+def test_files_that_do_not_name_a_speaker_cannot_be_split_for_tuning() -> None:
+    with pytest.raises(DataError, match=r"speaker of '0003\.wav'.*an251-fash-b"):
+        for_tuning(Corpus("mine", (Entry(Path("an1-a-b.flac"), "YES"), Entry(Path("0003.wav"), "NO")), ()), 1)
 
 
 def test_a_folder_that_is_not_an4_is_refused_with_what_was_expected(tmp_path: Path) -> None:

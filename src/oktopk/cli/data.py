@@ -28,6 +28,8 @@ class An4:
     DIR is AN4 as distributed (the folder, or the archive), a folder of WAV or FLAC files with transcripts, a folder
     with manifests, or the name of the embedded corpus, synth-an4. Exit code 1: some utterances were left out.
 
+    To tune without a look at the test part, let some training speakers judge: --tuning-speakers 10.
+
     Example:
       oktopk data an4 synth-an4:40 --out manifests
     """
@@ -35,12 +37,15 @@ class An4:
     dir: Annotated[str, tyro.conf.Positional]  # folder or archive of the corpus, or synth-an4
     out: Path = Path("manifests")  # folder the manifests are written to
     absolute: bool = False  # write absolute paths; by default they are relative to the manifest
+    tuning_speakers: int = 0  # so many of AN4's training speakers become validation.csv, and the test part is left out
 
     def __call__(self) -> int:
-        from oktopk.workloads.speech.corpus import find_corpus
+        from oktopk.workloads.speech.corpus import find_corpus, for_tuning
         from oktopk.workloads.speech.manifest import write_manifest
 
         corpus = find_corpus(self.dir, progress=speaking())
+        if self.tuning_speakers:
+            corpus = for_tuning(corpus, self.tuning_speakers)
         for name, entries in (("train", corpus.train), ("validation", corpus.validation)):
             path = self.out / f"{name}.csv"
             good = [entry for entry in entries if not entry.problem]

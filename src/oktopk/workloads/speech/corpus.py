@@ -44,6 +44,32 @@ def find_corpus(data: str, validation: str | None = None, progress: synth.Progre
     return Corpus(found.source, found.train, tuple(held_out))
 
 
+_OF_A_SPEAKER = re.compile(r"^[^-]+-(?P<speaker>[^-]+)-[^-]+$")  # AN4's names: an251-fash-b
+
+
+def for_tuning(corpus: Corpus, speakers: int) -> Corpus:
+    """The training part alone, `speakers` of whom judge instead of the validation part, which nobody looks at.
+
+    Which ones follows from their names: spread evenly over the sorted list.
+    """
+    voices = [_OF_A_SPEAKER.match(entry.path.stem) for entry in corpus.train]
+    if None in voices:
+        name = corpus.train[voices.index(None)].path.name
+        raise DataError(
+            f"{corpus.source}: the speaker of {name!r} cannot be told; AN4's files are named like an251-fash-b. Put "
+            "utterances for tuning into a manifest of their own."
+        )
+    spoken_by = [match["speaker"] for match in voices if match]
+    everyone = sorted(set(spoken_by))
+    if not 0 < speakers < len(everyone):
+        raise DataError(f"{corpus.source}: {speakers} speakers for tuning, expected 1 to {len(everyone) - 1}.")
+    chosen = {everyone[(2 * i + 1) * len(everyone) // (2 * speakers)] for i in range(speakers)}
+    parts: dict[bool, list[Entry]] = {True: [], False: []}
+    for entry, speaker in zip(corpus.train, spoken_by, strict=True):
+        parts[speaker in chosen].append(entry)
+    return Corpus(corpus.source, tuple(parts[False]), tuple(parts[True]))
+
+
 def parts_of(data: str, progress: synth.Progress | None = None) -> list[tuple[str, tuple[Entry, ...]]]:
     """(name, entries) of each part that `data` holds: one of a manifest, two of a corpus."""
     path = Path(data).expanduser()
