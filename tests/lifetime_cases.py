@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 import gc
 import io
 import weakref
@@ -17,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import oktopk
 from front_end_cases import SPARSE, Net, batches
+from oktopk.front_ends.memory import resident_memory, return_gaps
 
 MODELS = 20
 WARM = 5  # models after which everything that is made once has been made
@@ -93,9 +93,8 @@ def _kept(way: Callable[[nn.Module], Any]) -> tuple[int, float]:
 
 
 def _resident_bytes() -> int:
-    ctypes.CDLL(None).malloc_trim(0)
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096
+    return_gaps()
+    return resident_memory()
 
 
 def dropped_without_closing() -> dict[str, bool]:

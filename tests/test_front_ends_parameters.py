@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import platform
 import subprocess
 import sys
@@ -17,8 +16,9 @@ from torch import nn
 import oktopk
 from oktopk.config import ReducerConfig, ReducerOptions
 from oktopk.errors import ConfigError, UnsupportedError
+from oktopk.front_ends import memory
 from oktopk.front_ends.clipping import NormClip
-from oktopk.front_ends.memory import return_gaps
+from oktopk.front_ends.memory import HeapGaps, resident_memory, return_gaps
 from oktopk.front_ends.parameters import named_parameters, refuse_unsupported
 from oktopk.reduction.autotune import AutoConfig
 from oktopk.transport import ThreadWorld
@@ -130,15 +130,38 @@ def test_freed_memory_is_kept_only_when_asked_for(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told")
 def test_gaps_between_things_in_use_go_back_to_the_system() -> None:
-    blocks = [torch.ones(2**14) for _ in range(2000)]  # 64 kB each: from the heap, and no two of them merge
-    del blocks[::2]
-    before = _resident()
+    blocks = _with_gaps()
+    before = resident_memory()
     assert return_gaps()
-    assert before - _resident() > 2**25 and all(float(block[-1]) == 1.0 for block in blocks)
+    assert before - resident_memory() > 2**25 and all(float(block[-1]) == 1.0 for block in blocks)
 
 
-def _resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told")
+def test_gaps_go_back_only_when_that_is_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(memory, "perf_counter", lambda: now)
+    return_gaps()
+    gaps = HeapGaps()
+    blocks = _with_gaps()  # 128 MB more than before: 50 ms to touch them again
+    grown = resident_memory()
+    now = 1.0
+    gaps.step()
+    assert resident_memory() > grown - 2**23, "a step of a second is no reason to give back what the next one wants"
+    now = 10.0
+    gaps.step()
+    given_back = resident_memory()
+    assert grown - given_back > 2**25 and all(float(block[-1]) == 1.0 for block in blocks)
+    now = 100.0
+    more = torch.ones(2**20)  # 4 MB are not worth the look
+    gaps.step()
+    assert resident_memory() >= given_back and float(more[0]) == 1.0
+
+
+def _with_gaps() -> list[torch.Tensor]:
+    """Blocks of 64 kB with gaps between them: they come from the heap, and no two gaps merge."""
+    blocks = [torch.ones(2**14) for _ in range(2000)]
+    del blocks[::2]
+    return blocks
 
 
 TYPED = """

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import platform
 from functools import cache
+from pathlib import Path
+from time import perf_counter
 
 log = logging.getLogger("oktopk")
 
@@ -13,6 +16,10 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # as <malloc.h> numbers them
 _MOST = 2**31 - 1  # bytes free at the end of the heap before any are given back: the largest int
 _LARGE = 2**25  # bytes of a request that still comes from the heap, where it can be kept: glibc allows no more
 _SMALL = 2**20  # bytes of a request that comes from the heap when memory is scarce
+
+_SECONDS_PER_BYTE = 0.4e-9  # for the system to clear memory that a process touches first
+_SHARE = 1 / 50  # of the time may go into that
+_WORTH = 2**26  # bytes that are worth the look
 
 
 @cache
@@ -41,6 +48,39 @@ def return_gaps() -> bool:
     What a checkpoint or a validation takes for a moment leaves gaps that later steps do not fit into.
     """
     return _is_glibc() and bool(ctypes.CDLL(None).malloc_trim(0))
+
+
+class HeapGaps:
+    """Gives gaps in the heap back as soon as that is cheap, so that batches of many lengths do not pile them up.
+
+    Steps want their memory again, and the system clears it at its first touch. So gaps go back when taking anew all
+    that was added since the last time would cost less than a fiftieth of the time that passed.
+    """
+
+    def __init__(self) -> None:
+        self._begin()
+
+    def step(self) -> None:
+        """After every step."""
+        grown = resident_memory() - self._resident
+        if grown > _WORTH and grown * _SECONDS_PER_BYTE < _SHARE * (perf_counter() - self._since):
+            self.give_back()
+
+    def give_back(self) -> None:
+        """Now, whatever it costs."""
+        return_gaps()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._resident, self._since = resident_memory(), perf_counter()
+
+
+def resident_memory() -> int:
+    """Bytes of memory that this process holds now; 0 where the system does not tell."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
 
 
 def _tell_glibc(trim: int, mmap: int) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor
 from oktopk.errors import ConfigError, DataError
 from oktopk.front_ends.clipping import NormClip
 from oktopk.front_ends.local_steps import worker_hosts
-from oktopk.front_ends.memory import return_freed_memory, return_gaps
+from oktopk.front_ends.memory import HeapGaps, return_freed_memory
 from oktopk.training.algorithms import has_sparse_steps
 from oktopk.training.analysis import Analyzer
 from oktopk.training.checkpoint import Checkpoints, Position, find_checkpoint
@@ -103,7 +103,7 @@ class Trainer:
         self.analyzer = Analyzer(world, self.model)
         self.state = State(self.model, self.optimizer, workload, world, self.batches_per_epoch)
         seed_rank(config.seed, world.rank)
-        self.at = Position()
+        self.at, self.gaps = Position(), HeapGaps()
         self.stopped_by: str | None = None
 
     def _steppers(self, reduce: str) -> int:
@@ -193,6 +193,7 @@ class Trainer:
             self.optimizer.step()
         # Only now: to read a loss is to wait for the device that computes it.
         self._note(sum(float(loss) for loss in losses), lr, micro_batches)
+        self.gaps.step()
         return self.reducer.notified
 
     def _reduce(self, batches: Iterator[Any], micro_batches: int, lr: float) -> list[Tensor]:
@@ -354,7 +355,7 @@ class Trainer:
 
     def _save(self, is_best: bool = False) -> None:
         self.observer.saved(self.state.save(self.checkpoints, self.at, is_best))
-        return_gaps()
+        self.gaps.give_back()
 
     def _resume(self, resume: Path) -> None:
         """Continue exactly where a checkpoint was written."""
