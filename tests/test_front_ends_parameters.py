@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import platform
 import subprocess
 import sys
@@ -155,6 +156,38 @@ def test_gaps_go_back_only_when_that_is_cheap(monkeypatch: pytest.MonkeyPatch) -
     more = torch.ones(2**20)  # 4 MB are not worth the look
     gaps.step()
     assert resident_memory() >= given_back and float(more[0]) == 1.0
+
+
+MANY_LENGTHS = """
+import torch
+from oktopk.front_ends.memory import keep_fewer_compiled, resident_memory, return_gaps
+
+keep_fewer_compiled()
+layer = torch.nn.Linear(256, 256).bfloat16()
+
+def after(lengths):
+    for length in lengths:
+        layer(torch.ones(length, 256, dtype=torch.bfloat16)).sum().backward()
+    return_gaps()
+    return resident_memory()
+
+before = after(range(100, 200))
+print(after(range(200, 500)) - before)
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="elsewhere freed memory cannot be told from kept")
+def test_operations_compiled_for_lengths_that_do_not_come_again_are_forgotten() -> None:
+    done = subprocess.run([sys.executable, "-c", MANY_LENGTHS], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 2**26, "oneDNN kept what it compiled for 300 lengths: 330 MB where nobody tells it"
+
+
+def test_how_much_stays_compiled_is_left_to_who_has_set_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "7")
+    monkeypatch.setenv("LRU_CACHE_CAPACITY", "")
+    memory.keep_fewer_compiled()
+    assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "7" and os.environ["LRU_CACHE_CAPACITY"] == ""
 
 
 def _with_gaps() -> list[torch.Tensor]:

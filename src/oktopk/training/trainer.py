@@ -17,7 +17,7 @@ from torch import Tensor
 from oktopk.errors import ConfigError, DataError
 from oktopk.front_ends.clipping import NormClip
 from oktopk.front_ends.local_steps import worker_hosts
-from oktopk.front_ends.memory import HeapGaps, return_freed_memory
+from oktopk.front_ends.memory import HeapGaps, keep_fewer_compiled, return_freed_memory
 from oktopk.training.algorithms import has_sparse_steps
 from oktopk.training.analysis import Analyzer
 from oktopk.training.checkpoint import Checkpoints, Position, find_checkpoint
@@ -52,6 +52,7 @@ def train(config: TrainConfig, world: World, observer: Observer | None = None) -
     torch.use_deterministic_algorithms(config.deterministic)
     if config.deterministic:
         allow_determinism()
+    keep_fewer_compiled()
     if not config.keep_memory:
         return_freed_memory()
     seed_all(config.seed)
