@@ -24,7 +24,7 @@ from oktopk.report.figures.selection import kind_of
 
 DOCS = Path(__file__).parent.parent
 KEPT, IMAGES = DOCS / "original-run", DOCS / "img"
-SMOOTH = 10  # steps that a line of a sweep is the mean of
+SMOOTH, LONG = 10, 100  # steps that a line of a sweep is the mean of, if the run has so many
 WIDE = Frame(560, 320)
 SIGMAS = {1.5: 0.1336, 2.0: 0.0455, 2.5: 0.0124, 3.0: 0.0027}  # share of a normal law beyond so many deviations
 
@@ -44,7 +44,12 @@ def main(runs: Path) -> None:
     for name, (title, names) in sweeps.items():
         there = [run for run in names if (runs / run).is_dir()]
         if len(there) > 1:
-            draw(name, f"{title}: training loss, mean of {SMOOTH} steps", losses(runs, there))
+            each = SMOOTH if len(rows(runs / there[0] / "steps.jsonl")) >= LONG else 1
+            draw(
+                name,
+                f"{title}: training loss{f', mean of {each} steps' if each > 1 else ''}",
+                losses(runs, there, each),
+            )
         for run in there:
             tell_end(runs / run)
     if (runs / "look").is_dir():
@@ -109,15 +114,15 @@ def original_loss() -> Drawing:
     return draw_lines(Chart(Axis("step"), y, [losses], [Marker(first, "sparse")], frame=WIDE))
 
 
-def losses(runs: Path, names: Sequence[str]) -> Drawing:
-    shown = [smooth(rows(runs / name / "steps.jsonl"), name.split("-", 1)[1], f"c{n}") for n, name in enumerate(names)]
-    first = rows(runs / names[-1] / "steps.jsonl")
-    marks = [Marker(row["step"], "sparse") for row in first if row["reduce"]["phase"] == "sparse"][:1]
-    return draw_lines(Chart(Axis("step"), Axis("loss per character"), shown, marks, frame=WIDE))
+def losses(runs: Path, names: Sequence[str], each: int) -> Drawing:
+    named = {name.split("-", 1)[1]: rows(runs / name / "steps.jsonl") for name in names}
+    shown = [smooth(steps, name, f"c{n}", each) for n, (name, steps) in enumerate(named.items())]
+    marks = [Marker(row["step"], "sparse") for row in list(named.values())[-1] if row["reduce"]["phase"] == "sparse"]
+    return draw_lines(Chart(Axis("step"), Axis("loss per character", log=each == 1), shown, marks[:1], frame=WIDE))
 
 
-def smooth(steps: Sequence[Row], name: str, color: str) -> Series:
-    groups = [steps[n : n + SMOOTH] for n in range(SMOOTH, len(steps), SMOOTH)]  # the first steps are off the chart
+def smooth(steps: Sequence[Row], name: str, color: str, each: int) -> Series:
+    groups = [steps[n : n + each] for n in range(each, len(steps), each)]  # the first steps are off the chart
     return Series(name, [g[-1]["step"] for g in groups], [fmean(row["loss"] for row in g) for g in groups], color)
 
 
