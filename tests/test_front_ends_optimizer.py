@@ -112,12 +112,14 @@ import resource, torch, oktopk
 model = torch.nn.Sequential(*(torch.nn.Linear(1500, 1500) for _ in range(4)))
 inner = torch.optim.SGD(model.parameters(), lr=1e-6)
 optimizer = oktopk.DistributedOptimizer(inner, model, density=0.01, fuse="step", keep_memory=True)
-for step in range(8):
+faults = []
+for step in range(12):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     optimizer.zero_grad()
     model(torch.ones(2, 1500)).sum().backward()
     optimizer.step()
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(sum(faults[3:]))
 optimizer.reducer.close()
 """
 
@@ -126,4 +128,4 @@ optimizer.reducer.close()
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told to keep freed memory")
 def test_gradients_live_in_memory_that_was_touched_before() -> None:
     done = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True, timeout=100)
-    assert int(done.stdout) < 1000, "fresh pages in a step whose gradients take 8,800"
+    assert int(done.stdout) < 8800, "fresh pages in nine steps; gradients of one take 8,800, and unkept ones 17,500 here"
