@@ -128,4 +128,4 @@ optimizer.reducer.close()
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told to keep freed memory")
 def test_gradients_live_in_memory_that_was_touched_before() -> None:
     done = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True, timeout=100)
-    assert int(done.stdout) < 8800, "fresh pages in nine steps; gradients of one take 8,800, and unkept ones 17,500 here"
+    assert int(done.stdout) < 8800, "fresh pages in nine steps; gradients of one take 8,800"
