@@ -250,6 +250,12 @@ def test_files_that_do_not_name_a_speaker_cannot_be_split_for_tuning() -> None:
         for_tuning(Corpus("mine", (Entry(Path("an1-a-b.flac"), "YES"), Entry(Path("0003.wav"), "NO")), ()), 1)
 
 
+def test_an_utterance_that_cannot_be_used_has_no_speaker_and_keeps_its_problem() -> None:
+    said = tuple(Entry(Path(f"an1-{speaker}-b.flac"), "YES") for speaker in "ab")
+    corpus = for_tuning(Corpus("an4", (*said, Entry(Path("wav"), "", "no such file")), ()), 1)
+    assert [entry.problem for entry in corpus.train] == ["", "no such file"] and len(corpus.validation) == 1
+
+
 def test_a_folder_that_is_not_an4_is_refused_with_what_was_expected(tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     with pytest.raises(DataError, match=r"not an AN4 corpus.*an4_train\.transcription"):

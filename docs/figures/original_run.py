@@ -45,11 +45,8 @@ def main(runs: Path) -> None:
         there = [run for run in names if (runs / run).is_dir()]
         if len(there) > 1:
             each = SMOOTH if len(rows(runs / there[0] / "steps.jsonl")) >= LONG else 1
-            draw(
-                name,
-                f"{title}: training loss{f', mean of {each} steps' if each > 1 else ''}",
-                losses(runs, there, each),
-            )
+            mean = f", mean of {each} steps" if each > 1 else ""
+            draw(name, f"{title}: training loss{mean}", losses(runs, there, each))
         for run in there:
             tell_end(runs / run)
     if (runs / "look").is_dir():

@@ -52,22 +52,25 @@ def for_tuning(corpus: Corpus, speakers: int) -> Corpus:
 
     Which ones follows from their names: spread evenly over the sorted list.
     """
-    voices = [_OF_A_SPEAKER.match(entry.path.stem) for entry in corpus.train]
-    if None in voices:
-        name = corpus.train[voices.index(None)].path.name
-        raise DataError(
-            f"{corpus.source}: the speaker of {name!r} cannot be told; AN4's files are named like an251-fash-b. Put "
-            "utterances for tuning into a manifest of their own."
-        )
-    spoken_by = [match["speaker"] for match in voices if match]
-    everyone = sorted(set(spoken_by))
+    spoken_by = [_speaker(entry, corpus.source) for entry in corpus.train]
+    everyone = sorted(set(spoken_by) - {""})
     if not 0 < speakers < len(everyone):
         raise DataError(f"{corpus.source}: {speakers} speakers for tuning, expected 1 to {len(everyone) - 1}.")
     chosen = {everyone[(2 * i + 1) * len(everyone) // (2 * speakers)] for i in range(speakers)}
-    parts: dict[bool, list[Entry]] = {True: [], False: []}
-    for entry, speaker in zip(corpus.train, spoken_by, strict=True):
-        parts[speaker in chosen].append(entry)
-    return Corpus(corpus.source, tuple(parts[False]), tuple(parts[True]))
+    said = list(zip(corpus.train, spoken_by, strict=True))
+    learned = tuple(entry for entry, speaker in said if speaker not in chosen)
+    return Corpus(corpus.source, learned, tuple(entry for entry, speaker in said if speaker in chosen))
+
+
+def _speaker(entry: Entry, source: str) -> str:
+    """Who says it, by the file's name; nobody, if the entry is one that cannot be used anyway."""
+    match = _OF_A_SPEAKER.match(entry.path.stem)
+    if match is None and not entry.problem:
+        raise DataError(
+            f"{source}: the speaker of {entry.path.name!r} cannot be told; AN4's files are named like an251-fash-b. "
+            "Put utterances for tuning into a manifest of their own."
+        )
+    return "" if match is None else match["speaker"]
 
 
 def parts_of(data: str, progress: synth.Progress | None = None) -> list[tuple[str, tuple[Entry, ...]]]:
