@@ -102,6 +102,24 @@ def test_the_rank_that_holds_the_store_waits_until_the_others_have_left(witnesse
         assert wait([lingering], timeout=2.0).done
 
 
+def test_a_rank_that_is_slow_to_ask_still_reads_who_died_first(
+    witnesses: list[Witness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The holder of the store gives what it did not need of the time to others, before it goes with the store."""
+    monkeypatch.setattr(witness, "LINGER_SECONDS", 0.2)
+    monkeypatch.setattr(witness, "REPORT_SECONDS", 3.0)
+    witnesses[1].close()
+    fault = witnesses[0].find()
+    assert fault == Fault(1, VANISHED)
+    witnesses[0].note(fault)
+    with ThreadPoolExecutor(1) as pool:
+        lingering = pool.submit(witnesses[0].linger, fault)
+        assert not wait([lingering], timeout=0.6).done, "longer than LINGER_SECONDS"
+        assert witnesses[2].find() == fault
+        witnesses[2].linger(fault)
+        assert wait([lingering], timeout=2.0).done
+
+
 def test_a_lost_store_is_survived(witnesses: list[Witness], monkeypatch: pytest.MonkeyPatch) -> None:
     class Lost:
         def __getattr__(self, name: str) -> Any:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
+from time import monotonic
 from typing import TypeVar
 
 from torch._C._distributed_c10d import Store
@@ -27,7 +28,7 @@ from oktopk.transport.rendezvous import Rendezvous
 CALL_SECONDS = 1.0  # for all peers together to answer, and for a dying one to be cut off
 STORE_SECONDS = 1.0  # for the store to answer; after that it counts as lost
 REPORT_SECONDS = 2.0  # for the others to find out too: more than one round of calls
-LINGER_SECONDS = 1.5  # for the others to read the store of a rank that leaves
+LINGER_SECONDS = 1.5  # at least, for the others to read the store of a rank that leaves
 
 VANISHED = "it vanished (killed, out of memory, its machine gone) or closed its reducer early"
 LATE = "it did not take part in time: it is stuck, or much slower than the others"
@@ -50,6 +51,7 @@ class Witness:
         self._rank, self._world_size, self._store_holder = rank, len(ranks), store_holder
         self._is_store_lost = False  # with the process that held it
         self._answers: dict[int, Answer] = {}  # to the last calls
+        self._asked_at: float | None = None  # when it was first looked for who is to blame
         host = own_host()
         # Nobody takes calls off the queue: there is room for each peer's call of today and its last one.
         self._listener = listen(host, backlog=2 * len(ranks) + 8)
@@ -79,14 +81,20 @@ class Witness:
         self._ask_store(lambda it: it.compare_set("fault", "", json.dumps(asdict(fault))))
 
     def linger(self, fault: Fault) -> None:
-        """After leaving: the rank that holds the store waits until the others have read the note in it."""
+        """After leaving: the rank that holds the store waits until the others have read the note in it.
+
+        It found the dead at once, and leaves others the time that it did not need itself: on a crowded machine they may
+        only just begin to ask, and without the store they could not tell who died from who left.
+        """
         others = [f"left/{peer}" for peer in range(self._world_size) if peer not in (self._rank, fault.rank)]
         self._ask_store(lambda it: it.set(f"left/{self._rank}", ""))
         if self._store_holder == self._rank and others:
-            self._wait_for(others, LINGER_SECONDS)
+            needed = monotonic() - self._asked_at if self._asked_at is not None else 0.0
+            self._wait_for(others, LINGER_SECONDS + max(0.0, CALL_SECONDS + REPORT_SECONDS - needed))
 
     def find(self) -> Fault | None:
         """Who failed, by its own note or another's, or who is dead."""
+        self._asked_at = self._asked_at or monotonic()
         noted = self._read()
         if noted is not None:
             return noted
