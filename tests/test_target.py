@@ -34,7 +34,7 @@ from oktopk.bench.target.replay import (
     spent,
     standing,
 )
-from oktopk.bench.target.results import Results, collect, read_target, write_target
+from oktopk.bench.target.results import Results, collect, known_results, read_target, write_target
 from oktopk.bench.target.schedule import WHOLE, Schedule
 from oktopk.bench.target.training import Job, Samples, Seen, evaluation_steps
 from oktopk.cli import main
@@ -396,6 +396,52 @@ def test_the_page_says_how_many_seeds_are_still_to_come(tmp_path: Path) -> None:
     assert "- Seeds so far with 2 hosts, of 3: all contenders 2." in write_page(tmp_path / "docs").read_text()
 
 
+# -- going on from the page's results --------------------------------------------------------------------------------
+
+
+def test_what_the_page_has_is_not_made_again_and_not_lost(tmp_path: Path) -> None:
+    known = results_of(tmp_path)
+    file = tmp_path / "target.json"
+    write_target(file, known)
+    wider = sweep(contenders=("ddp dense", "diloco"), checked=(), hosts=(2, 4), seeds=3, runs=tmp_path / "other")
+    assert known_results(file, wider) == known
+    missing = [piece.name for piece in pieces(wider, ["trainings"]) if not known.has(piece)]
+    assert "gpt-2hosts-ddp-dense-seed1" not in missing
+    assert {"gpt-2hosts-ddp-dense-seed2", "gpt-4hosts-ddp-dense-seed0", "gpt-2hosts-diloco-seed0"} <= set(missing)
+    new = Training(wider.runs, wider.job("diloco", 2, 0))
+    write_run(new, [(0, 9.0), (10, 7.0)])
+    joined = collect(wider, None, "oktopk bench target gpt", known)
+    assert joined.contenders(2) == ["ddp dense", "updates", "diloco"]
+    assert (joined.seeds, joined.costs, joined.measured) == (3, known.costs, known.measured)
+    assert joined.trained == (*known.trained, new.trained())
+
+
+def test_times_of_another_machine_are_taken_again_but_trainings_are_kept(tmp_path: Path) -> None:
+    known = results_of(tmp_path)
+    write_target(tmp_path / "a.json", replace(known, machine={"processor": "abacus"}))
+    found = known_results(tmp_path / "a.json", sweep())
+    assert found is not None and found.trained == known.trained and not found.costs and not found.measured
+    write_target(tmp_path / "b.json", known)
+    found = known_results(tmp_path / "b.json", sweep(seconds=9.0))
+    assert found is not None and not found.costs
+
+
+@pytest.mark.parametrize("changes", [{"epochs": 7}, {"lr": 0.5}, {"preset": "small"}, {"measured": True}])
+def test_results_of_another_training_do_not_count(tmp_path: Path, changes: dict[str, Any]) -> None:
+    write_target(tmp_path / "target.json", results_of(tmp_path))
+    assert known_results(tmp_path / "target.json", sweep(**changes)) is None
+    assert known_results(tmp_path / "none.json", sweep()) is None
+
+
+def test_the_command_makes_what_was_known_too(tmp_path: Path) -> None:
+    known = results_of(tmp_path)
+    asked = BenchTarget("gpt", contenders=("ddp dense", "diloco"), seeds=1, hosts=(4,), network=("100mbit",))
+    assert asked.command(known) == (
+        "oktopk bench target gpt --network 10mbit 100mbit 1gbit --contenders 'ddp dense' diloco updates --seeds 2 "
+        "--hosts 2 4"
+    )
+
+
 # -- from end to end -------------------------------------------------------------------------------------------------
 
 
@@ -429,6 +475,10 @@ def test_a_tiny_sweep_adds_up_to_what_its_run_directories_say(tmp_path: Path, ca
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("*") if path.is_file()}
     assert main(arguments) == 0  # all of it is there: nothing is made again
     assert {path: path.stat().st_mtime_ns for path in before} == before
+    arguments[arguments.index("--runs") + 1] = str(tmp_path / "elsewhere")
+    assert main(arguments) == 0  # nor where the page has it
+    assert not (tmp_path / "elsewhere").exists()
+    assert read_target(tmp_path / "docs" / "bench" / "target-gpt-tiny.json") == results
 
 
 def check_training(piece: Training) -> None:

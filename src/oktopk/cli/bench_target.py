@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal
@@ -36,7 +36,8 @@ class BenchTarget:
     Quality comes from one whole training per contender and seed, without a network: it does not depend on one. Steps of
     each kind (dense, local, with an exchange) are then timed on emulated hosts, and the training is replayed with those
     times. A training of each contender in --checked really crosses every network, to be compared with its replay; with
-    --measured all do. Everything finished is kept in --runs: call again to go on, or to add seeds and networks.
+    --measured all do. Everything finished is kept in --runs, and in the results of --docs: call again to go on, or to
+    add contenders, seeds, hosts and networks.
     Needs root and iproute2 (trainings alone do not: --parts trainings).
 
     Example:
@@ -70,37 +71,68 @@ class BenchTarget:
         from oktopk.bench.target.results import collect
 
         sweep, target = self._sweep(), _value(self.target)
-        wanted = pieces(sweep, self.parts)
+        known = self._known(sweep)
+        if known:
+            sweep = replace(sweep, parameters=known.parameters)
+        wanted = [piece for piece in pieces(sweep, self.parts) if not (known and known.has(piece))]
         require_emulation(wanted)
         with _progress(len(wanted)) as hear:
             make_all(wanted, hear)
-        results = collect(sweep, target, self.command())
+        results = collect(sweep, target, self.command(known), known)
         _print(results)
         if self.docs:
             self._write_page(self.docs, results)
         return 0
 
-    def command(self) -> str:
-        """What makes all of it again: without what one call did of it, and where it was kept."""
-        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NOT_OF_THE_SWEEP}
+    def command(self, known: Results | None = None) -> str:
+        """What makes all of it again, what was known before too: without what one call did, and where it was kept."""
+        whole = self._with(known) if known else self
+        values = {f.name: getattr(whole, f.name) for f in fields(self) if f.name not in _NOT_OF_THE_SWEEP}
         said = {name: value for name, value in values.items() if value != getattr(type(self), name)}
         workload = said.pop("workload", self.workload)
         return shlex.join(["oktopk", "bench", "target", workload, *to_flags(said, field_types(type(self)))])
+
+    def _with(self, known: Results) -> BenchTarget:
+        """The call that makes what this one makes and what is known."""
+        from oktopk.bench.network import parse_rate, rate_label
+        from oktopk.bench.target.contenders import CONTENDERS
+
+        ran = {name for hosts in known.hosts for name in known.contenders(hosts)}
+        names = tuple(name for name in CONTENDERS if name in {*ran, *(self.contenders or CONTENDERS)})
+        rates = {*known.networks.values(), *map(parse_rate, self.network)}
+        return replace(
+            self, contenders=() if len(names) == len(CONTENDERS) else names, seeds=max(self.seeds, known.seeds),
+            hosts=tuple(sorted({*self.hosts, *known.hosts})), network=tuple(map(rate_label, sorted(rates))),
+        )  # fmt: skip
+
+    def _known(self, sweep: Sweep) -> Results | None:
+        """What the page already has of this sweep."""
+        from oktopk.bench.target.results import known_results
+
+        if self.docs is None:
+            return None
+        path = self._file(self.docs)
+        known = known_results(path, sweep)
+        if known:
+            text = f"{len(known.trained)} trainings and {len(known.costs)} timings are known from {path}."
+            console().print(text, markup=False, soft_wrap=True)
+        elif path.is_file():
+            console().print(f"{path} is of another sweep, and will be written anew.", markup=False, soft_wrap=True)
+        return known
 
     def _sweep(self) -> Sweep:
         from oktopk.bench.network import Network
         from oktopk.bench.target.contenders import CONTENDERS, DENSE_NAME, OURS
         from oktopk.bench.target.pieces import Sweep
-        from oktopk.training.workload import find_classes
 
-        find_classes(self.workload)
+        preset = self._preset()
         contenders = self.contenders or tuple(CONTENDERS)
         if _value(self.target) is None and DENSE_NAME not in contenders:
             raise ConfigError(f"the target is what dense reaches, so {DENSE_NAME!r} must take part, or give a value.")
         checked = tuple(name for name in (OURS,) if name in contenders) if self.checked is None else self.checked
         return Sweep(
             self.workload, tuple(Network.parse(rate) for rate in self.network), contenders, self.seeds, self.hosts,
-            self.preset, self.data, self.epochs, self.lr, self.lr_warmup_epochs, self.evaluations, self.measured,
+            preset, self.data, self.epochs, self.lr, self.lr_warmup_epochs, self.evaluations, self.measured,
             checked, self.seconds, self.runs,
         )  # fmt: skip
 
@@ -108,8 +140,16 @@ class BenchTarget:
         from oktopk.bench.target.page import write_page
         from oktopk.bench.target.results import write_target
 
-        write_target(docs / "bench" / f"target-{results.workload}-{results.preset}.json", results)
+        write_target(self._file(docs), results)
         console().print(f"page: {write_page(docs)}", markup=False, soft_wrap=True)
+
+    def _preset(self) -> str:
+        from oktopk.training.workload import find_classes
+
+        return self.preset or str(find_classes(self.workload)[0]().preset)
+
+    def _file(self, docs: Path) -> Path:
+        return docs / "bench" / f"target-{self.workload}-{self._preset()}.json"
 
 
 def _value(target: str) -> float | None:

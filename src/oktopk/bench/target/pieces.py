@@ -6,7 +6,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ class Sweep:
     checked: tuple[str, ...] = (OURS,)  # whose first seed crosses every network too, to be compared with its replay
     seconds: float = 4.0  # of timing per contender and network
     runs: Path = Path("runs/target")
+    parameters: int | None = None  # of the model, where that is known before anything was trained
 
     def __post_init__(self) -> None:
         require_contenders(self.contenders)
@@ -61,6 +62,11 @@ class Sweep:
             )
         if not self.networks or any(network.bits_per_second is None for network in self.networks):
             raise ConfigError("give networks by their rates, e.g. --network 100mbit 1gbit.")
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """What the quality of a training depends on besides contender, hosts and seed."""
+        return {f.name: getattr(self, f.name) for f in fields(Job) if f.name not in ("contender", "hosts", "seed")}
 
     def job(self, contender: str, hosts: int, seed: int = 0) -> Job:
         return Job(
@@ -215,6 +221,8 @@ def _all(sweep: Sweep) -> Iterator[Piece]:
 
 def parameters(sweep: Sweep) -> int:
     """Of the model, as a training of the sweep has written it down."""
+    if sweep.parameters is not None:
+        return sweep.parameters
     for piece in pieces(sweep):
         if isinstance(piece, Training) and (piece.path / "config.json").is_file():
             return int(RunDirectory.open(piece.path).config["parameters"])

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from oktopk.bench.host import describe_machine
 from oktopk.bench.target.contenders import DENSE_NAME
-from oktopk.bench.target.pieces import Sweep, Timing, Training, pieces
+from oktopk.bench.target.pieces import Piece, Sweep, Timing, Training, pieces
 from oktopk.bench.target.replay import (
     Costs,
     Goal,
@@ -26,12 +26,16 @@ from oktopk.bench.target.schedule import Schedule
 from oktopk.errors import DataError
 from oktopk.training.run_directory import RunDirectory, read_json, write_json
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class Results:
     """All that tables and figures need."""
 
     command: str
+    asked: Mapping[str, Any]  # what all trainings have in common
+    seconds: float  # of timing per contender and network
     machine: Mapping[str, Any]
     workload: str
     preset: str
@@ -58,6 +62,16 @@ class Results:
 
     def seeds_of(self, contender: str, hosts: int) -> int:
         return len({seed for name, there, seed in self._ran() if (name, there) == (contender, hosts)})
+
+    def has(self, piece: Piece) -> bool:
+        """Whether this piece of a sweep is known."""
+        job = piece.job
+        if isinstance(piece, Timing):
+            return self.costs_of(job.contender, job.hosts, piece.network.label) is not None
+        who = (job.contender, job.hosts, job.seed)
+        if piece.network is None:
+            return who in map(_who, self.trained)
+        return any((_who(one), one.network) == (who, piece.network.label) for one in self.measured)
 
     def goal(self, hosts: int) -> Goal:
         runs = self.measured if self.is_measured else ()
@@ -106,21 +120,52 @@ class Results:
         return sum(one.diverged for one in self.trained if (one.contender, one.hosts) == (contender, hosts))
 
 
-def collect(sweep: Sweep, target: float | None, command: str) -> Results:
-    """What is finished of a sweep."""
+def known_results(path: Path, sweep: Sweep) -> Results | None:
+    """What of an earlier sweep in that file counts for this one: its times only if the same machine took as long."""
+    if not path.is_file():
+        return None
+    found = read_target(path)
+    if found.asked != sweep.asked or found.is_measured != sweep.measured:
+        return None
+    is_alike = found.machine == describe_machine() and found.seconds == sweep.seconds
+    return found if is_alike or sweep.measured else replace(found, costs=(), measured=())
+
+
+def collect(sweep: Sweep, target: float | None, command: str, known: Results | None = None) -> Results:
+    """What is finished of a sweep, with what was known before."""
     there = [piece for piece in pieces(sweep) if piece.is_finished()]
     trainings = [piece for piece in there if isinstance(piece, Training)]
-    if not trainings:
+    if trainings:
+        about = RunDirectory.open(trainings[0].path).config
+    elif known is not None:
+        about = asdict(known)
+    else:
         raise DataError(f"no training of {sweep.workload} has ended in {sweep.runs} yet.")
-    about = RunDirectory.open(trainings[0].path).config
-    return Results(
-        command, describe_machine(), sweep.workload, about["preset"], about["parameters"], about["metric"],
-        about["lower_is_better"], target, sweep.seeds,
+    made = Results(
+        command, sweep.asked, sweep.seconds, describe_machine(), sweep.workload, about["preset"], about["parameters"],
+        about["metric"], about["lower_is_better"], target, sweep.seeds,
         {one.label: one.bits_per_second or 0.0 for one in sweep.networks},
         tuple(piece.trained() for piece in trainings if piece.network is None),
         tuple(piece.costs() for piece in there if isinstance(piece, Timing)),
         tuple(piece.crossing() for piece in trainings if piece.network is not None), sweep.measured,
     )  # fmt: skip
+    return made if known is None else _joined(known, made)
+
+
+def _joined(known: Results, made: Results) -> Results:
+    """The new results, with those of before that were not made again."""
+    return replace(
+        made,
+        seeds=max(known.seeds, made.seeds),
+        networks=dict(sorted({**known.networks, **made.networks}.items(), key=lambda item: item[1])),
+        trained=_union(known.trained, made.trained, _who),
+        costs=_union(known.costs, made.costs, lambda one: (one.contender, one.hosts, one.network)),
+        measured=_union(known.measured, made.measured, lambda one: (_who(one), one.network)),
+    )
+
+
+def _union(before: Sequence[T], after: Sequence[T], key: Callable[[T], Hashable]) -> tuple[T, ...]:
+    return tuple(({key(one): one for one in before} | {key(one): one for one in after}).values())
 
 
 def write_target(path: Path, results: Results) -> None:
