@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
@@ -17,6 +18,8 @@ class Images:
     DATA is 'shapes' (embedded), the CIFAR-10 python archive or its folder, a folder with MNIST's IDX files, or a folder
     with train/CLASS/ and val/CLASS/ of images. What is missing or damaged is named, with where to get it.
 
+    To tune without a look at the validation part, let some training images judge: --tuning FOLDER, then train on it.
+
     Example:
       oktopk data images shapes
     """
@@ -25,16 +28,19 @@ class Images:
     size: int = 32  # pixels per side that images of a folder must have
     resize: bool = False  # images of a folder may have any size: they are cropped and scaled while training
     verify: bool = True  # compare CIFAR-10 with the published checksums
+    tuning: Path | None = None  # folder for a copy in which one training image in twelve judges, and no other does
 
     def __call__(self) -> int:
-        from oktopk.workloads.vision.data import load_images
+        from oktopk.workloads.vision.data import load_images, write_for_tuning
 
         images = load_images(self.data, self.size, self.resize, self.verify)
         colours = "colour" if images.channels == 3 else "grey"
         _say(f"{self.data}: {images.layout}, {len(images.classes)} classes, {images.size}x{images.size}, {colours}")
         _say(f"  training   {len(images.train):>7} images")
         _say(f"  validation {len(images.valid):>7} images")
-        return _ready(f"oktopk train vision --data {self.data}")
+        if self.tuning:
+            write_for_tuning(images, self.tuning)
+        return _ready(f"oktopk train vision --data {self.tuning or self.data}")
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,7 @@ class Text:
 
     DATA is 'docstrings' (embedded), a folder or the original archive of PTB or WikiText, or plain text: for bert
     with one sentence per line and blank lines between documents, for gpt any.
+    To tune without a look at the validation part, let some training documents judge: --tuning FOLDER, then train on it.
 
     Example:
       oktopk data text docstrings
@@ -54,9 +61,10 @@ class Text:
     vocabulary: str | None = None  # a vocab.txt to use instead of training one
     length: int = 48  # pieces per pair of bert
     tokens: Literal["characters", "bpe"] = "characters"  # what gpt reads, as its small preset does
+    tuning: Path | None = None  # folder for a copy in which one training document in twelve judges, and no other does
 
     def __call__(self) -> int:
-        from oktopk.workloads.text import find_text
+        from oktopk.workloads.text import find_text, write_for_tuning
 
         files = find_text(self.data)
         _say(f"{self.data}: {files.layout}, {len(files.train)} training files, {len(files.valid)} validation files")
@@ -66,7 +74,9 @@ class Text:
             _say("  ptb  needs a validation part: name two files train.txt and valid.txt in one folder")
         self._prepare_tokens()
         self._prepare_pairs()
-        return _ready(f"oktopk train bert --data {self.data}")
+        if self.tuning:
+            write_for_tuning(self.data, self.tuning)
+        return _ready(f"oktopk train bert --data {self.tuning or self.data}")
 
     def _prepare_words(self) -> None:
         from oktopk.workloads.ptb.data import load_words

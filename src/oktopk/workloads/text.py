@@ -8,7 +8,7 @@ import re
 import sysconfig
 import tarfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path, PurePosixPath
@@ -54,6 +54,17 @@ def find_text(data: str) -> TextFiles:
     if path.suffix in (".tgz", ".gz", ".zip", ".tar"):
         return _in_folder(cached_folder("text-archive", fingerprint(path), lambda into: _unpack(path, into)))
     return TextFiles("plain text", (path,))
+
+
+def write_for_tuning(data: str, folder: Path) -> None:
+    """The corpus as another one in which training documents judge, one in twelve, and its validation part is unseen."""
+    files = find_text(data)
+    if files.test:
+        raise DataError(f"{data} has a test part: tune on its validation part, and report the test part.")
+    if (folder / "train.txt").exists():
+        raise DataError(f"{folder} holds a text already: name another folder.")
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_splits(folder, documents(files.train))
 
 
 def read_lines(path: Path) -> Iterator[str]:
@@ -178,11 +189,15 @@ def _embedded_folder() -> Path:
 
 
 def _write_docstrings(into: Path) -> None:
+    _write_splits(into, _library_documents())
+
+
+def _write_splits(into: Path, texts: Iterable[list[str]]) -> None:
     with (
         open(into / "train.txt", "w", encoding="utf-8") as train,
         open(into / "valid.txt", "w", encoding="utf-8") as valid,
     ):
-        for number, document in enumerate(_library_documents()):
+        for number, document in enumerate(texts):
             file = valid if number % _VALID_EVERY == _VALID_EVERY - 1 else train
             file.write("\n".join(document) + "\n\n")
 

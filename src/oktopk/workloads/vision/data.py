@@ -32,6 +32,7 @@ from oktopk.workloads.vision.readers import (
 EMBEDDED = "shapes"
 TRAIN_SHAPES, VALID_SHAPES = 12_000, 2_000
 _SHAPES_SEED = 20220402
+_JUDGE_EVERY = 12  # one training image of so many, when others are not to be seen
 Generator = np.random.Generator
 
 
@@ -74,6 +75,19 @@ def load_images(data: str, size: int, resize: bool, verify: bool) -> Images:
         return Images(layout, train, valid, classes, size, channels=3)
     key = (size, classes, *(fingerprint(file) for part in listed.values() for file, _ in part))
     return _in_memory(layout, _cached_arrays("images", key, lambda: _decoded_folder(listed, classes, size)))
+
+
+def write_for_tuning(images: Images, folder: Path) -> None:
+    """A folder of images in which training images judge, one in twelve, and the validation part is unseen."""
+    from PIL import Image
+
+    if (folder / "train").exists():
+        raise DataError(f"{folder} holds images already: name another folder.")
+    for number in range(len(images.train)):
+        (pixels,), (label,) = images.train.take(np.array([number]), None)
+        part = folder / ("train" if (number + 1) % _JUDGE_EVERY else "val") / images.classes[label]
+        part.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels.squeeze()).save(part / f"{number:06d}.png")
 
 
 def find_layout(path: Path) -> str:
