@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Size, Tensor
 
-from oktopk.bench.rivals import RIVALS, DiLoCo, SparseLoCo, Sparta, SpartaDiLoCo
+from oktopk.bench.rivals import RIVALS, Ablation, DiLoCo, SparseLoCo, Sparta, SpartaDiLoCo
 from oktopk.bench.rivals.sparseloco import blocks_of, message_bytes, pack, pack_bits, quantize, unpack, unpack_bits
 from oktopk.bench.rivals.training import require_rival, train_rival
 from oktopk.cli import main
 from oktopk.errors import ConfigError
+from oktopk.front_ends.local_steps import local_steps
 from oktopk.training.config import TrainConfig
 from oktopk.training.world import World
 from oktopk.transport import run_world
@@ -93,6 +94,62 @@ def test_sparta_averages_what_all_draw_and_leaves_the_rest() -> None:
             torch.testing.assert_close(ranks[rank][turn], expected, rtol=1e-5, atol=1e-6)
         own = [ranks[rank][turn] for rank in range(RANKS)]
     assert 0.15 * NUMEL * ROUNDS < moved < 0.45 * NUMEL * ROUNDS
+
+
+def owed_and_changed(keeps: bool, decay: float, largest: bool) -> None:
+    """Whatever is left out: what all ranks changed is what arrived, what is owed, and what decayed."""
+
+    def work(transport: Any) -> tuple[Tensor, Tensor, Tensor]:
+        settings = {"keeps": float(keeps), "decay": decay, "largest": float(largest), "density": 0.4}
+        one, own = Ablation(start(), SHAPES, transport, **settings), start()
+        decayed = torch.zeros(NUMEL)
+        for turn in range(ROUNDS):
+            decayed += (1 - decay) * one._owed
+            own -= local_change(transport.rank, turn)
+            one.synchronize_(own)
+        assert torch.equal(own, one._shared - one._owed if keeps else one._shared)
+        return one._shared, one._owed, decayed
+
+    ranks = run_world(RANKS, work)
+    shared = ranks[0][0]
+    assert all(torch.equal(shared, other) for other, _, _ in ranks)
+    assert all(owed.any() for _, owed, _ in ranks)  # else nothing is tested
+    changes = sum(local_change(rank, turn) for rank in range(RANKS) for turn in range(ROUNDS))
+    accounted = RANKS * (start() - shared) + sum(owed + decayed for _, owed, decayed in ranks)
+    torch.testing.assert_close(accounted, torch.as_tensor(changes), rtol=1e-4, atol=1e-5)  # sums of float32
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize("decay", [1.0, 0.9])
+@pytest.mark.parametrize("largest", [True, False])
+def test_an_ablation_loses_nothing_but_what_decays(keeps: bool, decay: float, largest: bool) -> None:
+    owed_and_changed(keeps, decay, largest)
+
+
+def test_an_ablation_with_nothing_left_out_is_local_steps() -> None:
+    def work(transport: Any) -> tuple[Tensor, Tensor]:
+        model = torch.nn.Linear(NUMEL, 1, bias=False)
+        with torch.no_grad():
+            model.weight.copy_(start()[None])
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        handle = local_steps(model, optimizer, group=transport, min_numel=0, hosts=None)
+        one, own = Ablation(start(), SHAPES, transport), start()
+        for turn in range(ROUNDS):
+            change = local_change(transport.rank, turn)
+            model.weight.grad = change[None].clone()
+            optimizer.step()
+            own -= change
+            one.synchronize_(own)
+        found = model.weight.detach()[0].clone()
+        handle.finish()
+        one.finish_(own)
+        ended = model.weight.detach()[0].clone()
+        handle.close()
+        torch.testing.assert_close(ended, own, rtol=1e-5, atol=1e-6)
+        return found, one._shared - one._owed
+
+    for found, plain in run_world(RANKS, work):
+        torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-6)  # another order of sums
 
 
 def published_quantization(values: Tensor) -> Tensor:

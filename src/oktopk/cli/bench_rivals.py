@@ -16,13 +16,16 @@ _MODULE = "oktopk.cli"
 class BenchRivals:
     """Train a workload with SparseLoCo, SPARTA or DiLoCo as published: what to compare `local_steps` with.
 
+    The rival "ablation" is `local_steps` in plain code with something left out: --settings keeps 0 (own weights forget
+    what is owed), decay 0.95 (of what is owed), largest 1 (instead of each entry in turn), density 0.1.
+
     What ours does with the same bytes, `oktopk train --reduce updates` says.
 
     Example:
       oktopk bench rivals --rival sparta --settings share 0.05 --preset tiny --epochs 1 --lr 0.004 --workers 2
     """
 
-    rival: str = "sparseloco"  # sparseloco, sparta, diloco or sparta_diloco
+    rival: str = "sparseloco"  # sparseloco, sparta, diloco, sparta_diloco or ablation
     every: int = 1  # local steps between synchronisations
     settings: dict[str, float] = field(default_factory=dict)  # of the rival, instead of the published ones
     workload: str = "gpt"  # what to train, as in oktopk train

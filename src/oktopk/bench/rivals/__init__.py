@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from oktopk.bench.rivals.ablation import Ablation
 from oktopk.bench.rivals.base import Rival
 from oktopk.bench.rivals.diloco import DiLoCo
 from oktopk.bench.rivals.sparseloco import SparseLoCo
 from oktopk.bench.rivals.sparta import Sparta
 from oktopk.bench.rivals.sparta_diloco import SpartaDiLoCo
 
-__all__ = ["RIVALS", "DiLoCo", "Rival", "SparseLoCo", "Sparta", "SpartaDiLoCo"]
+__all__ = ["RIVALS", "Ablation", "DiLoCo", "Rival", "SparseLoCo", "Sparta", "SpartaDiLoCo"]
 
 # Each is made from the weights that all ranks start with (flat), their shapes, a transport, and published settings.
 RIVALS: dict[str, Callable[..., Rival]] = {
@@ -21,4 +22,5 @@ RIVALS: dict[str, Callable[..., Rival]] = {
     "sparta": Sparta,
     "diloco": DiLoCo,
     "sparta_diloco": SpartaDiLoCo,
+    "ablation": Ablation,  # no rival: ours, with something left out
 }
