@@ -22,7 +22,7 @@ PIECES = 20  # parameters that weights lie in
 STEP = 0.01  # how far weights move between two synchronisations, which does not matter
 SPARE = 1 << 16  # so much noise more than weights, that every round can take other noise
 
-_USUAL = update_defaults(UPDATES_ALGORITHM)
+_USUAL = update_defaults()
 SETTINGS = (
     ("oktopk", 0.01, "int8"),
     (UPDATES_ALGORITHM, 0.01, _USUAL.wire),

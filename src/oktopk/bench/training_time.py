@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 
 from oktopk.bench.machine import Machine
 from oktopk.bench.planner import Prediction, Scenario, best_sparse, expected_bytes, predict_step
-from oktopk.bench.update_advice import UpdateAdvice, advise_updates
-from oktopk.config import UPDATES_ALGORITHM
+from oktopk.bench.update_advice import UpdateAdvice, advise_updates, as_one_vector
 from oktopk.errors import ConfigError
 from oktopk.plotting.scales import say
 
@@ -75,9 +74,9 @@ def _of_gradients(prediction: Prediction, dense: Prediction, length: Length) -> 
 
 def _of_updates(scenario: Scenario, machine: Machine, advice: UpdateAdvice, steps: int) -> TrainingTime:
     """At the end one dense mean, with nothing to hide behind."""
-    whole = replace(scenario, density=advice.density, bucket_bytes=4 * scenario.numel)
+    whole = as_one_vector(scenario, advice.sent)
     final = predict_step(replace(whole, compute_seconds=0.0, backward_seconds=0.0), machine, "dense", "float32")
-    each = expected_bytes(whole, machine, UPDATES_ALGORITHM, advice.wire)
+    each = expected_bytes(whole, machine, advice.sent.algorithm, advice.sent.wire)
     seconds = steps * advice.step_seconds + final.step_seconds
     sent = steps // advice.every * each + final.bytes_per_rank
     return TrainingTime(UPDATES, 0, seconds, sent)

@@ -8,7 +8,7 @@ from typing import Literal
 
 from oktopk.bench.machine import Machine
 from oktopk.bench.planner import Prediction, Scenario, predict_step
-from oktopk.config import UPDATES_ALGORITHM, update_defaults
+from oktopk.config import RARELY, UpdateDefaults, update_defaults
 from oktopk.front_ends.every import MOST, SHARE
 
 Optimizer = Literal["sgd", "adamw", "lamb"]
@@ -18,8 +18,7 @@ Optimizer = Literal["sgd", "adamw", "lamb"]
 class UpdateAdvice:
     """How to reduce updates."""
 
-    density: float
-    wire: str
+    sent: UpdateDefaults  # what travels
     every: int  # steps between synchronisations
     synchronising_seconds: float
     step_seconds: float  # with its share of a synchronisation
@@ -29,17 +28,35 @@ class UpdateAdvice:
 
 def advise_updates(scenario: Scenario, machine: Machine, optimizer: Optimizer) -> UpdateAdvice:
     """As rarely as synchronising takes a tenth of the time needs, and not more rarely."""
-    usual = update_defaults(UPDATES_ALGORITHM)
-    whole = replace(scenario, density=usual.density, bucket_bytes=4 * scenario.numel)  # one vector, hidden by nothing
-    sent: Prediction = predict_step(whole, machine, UPDATES_ALGORITHM, usual.wire)
-    synchronising = sent.work_seconds + sent.link_seconds + sent.wait_seconds if scenario.ranks > 1 else 0.0
     computing = scenario.compute_seconds + _averaging_seconds(scenario, machine)
-    every = min(MOST, max(1, ceil(synchronising / (SHARE * computing))))
+
+    def every_of(synchronising: float) -> int:
+        return min(MOST, max(1, ceil(synchronising / (SHARE * computing))))
+
+    usual = update_defaults()
+    synchronising = _synchronising_seconds(scenario, machine, usual)
+    every = every_of(synchronising)
+    if every >= RARELY and optimizer == "adamw":
+        usual = update_defaults(rarely=True)
+        synchronising = _synchronising_seconds(scenario, machine, usual)
+        every = max(RARELY, every_of(synchronising))
     step = computing + synchronising / every
     dense = predict_step(scenario, machine, "dense", "float32").step_seconds
     workers = scenario.hosts if scenario.has_hosts else scenario.ranks
     factor = workers**0.5 if optimizer == "adamw" else 1.0
-    return UpdateAdvice(usual.density, usual.wire, every, synchronising, step, dense / step, factor)
+    return UpdateAdvice(usual, every, synchronising, step, dense / step, factor)
+
+
+def as_one_vector(scenario: Scenario, sent: UpdateDefaults) -> Scenario:
+    """Of what is reduced at a synchronisation: all weights at once, hidden by nothing."""
+    return replace(scenario, density=sent.density, bucket_bytes=4 * scenario.numel)
+
+
+def _synchronising_seconds(scenario: Scenario, machine: Machine, sent: UpdateDefaults) -> float:
+    if scenario.ranks == 1:
+        return 0.0
+    found: Prediction = predict_step(as_one_vector(scenario, sent), machine, sent.algorithm, sent.wire)
+    return found.work_seconds + found.link_seconds + found.wait_seconds
 
 
 def _averaging_seconds(scenario: Scenario, machine: Machine) -> float:
@@ -53,9 +70,11 @@ def _averaging_seconds(scenario: Scenario, machine: Machine) -> float:
 def recommend_updates(scenario: Scenario, machine: Machine, optimizer: Optimizer) -> str:
     """The advice, in one sentence."""
     advice = advise_updates(scenario, machine, optimizer)
+    sent = advice.sent
+    which = f"density {sent.density:g} in turn" if sent.keep_owed else f"the largest {sent.density:g}"
     rate = "that of dense" if advice.rate_factor == 1.0 else f"{advice.rate_factor:.2g} times that of dense"
     return (
-        f"under {optimizer} reduce updates: oktopk.local_steps(model, optimizer, every={advice.every}), density "
-        f"{advice.density:g} in turn, {advice.wire}, no dense steps, learning rate {rate}. A synchronisation takes "
+        f"under {optimizer} reduce updates: oktopk.local_steps(model, optimizer, every={advice.every}), {which}, "
+        f"{sent.wire}, no dense steps, learning rate {rate}. A synchronisation takes "
         f"{advice.synchronising_seconds * 1e3:.3g} ms: {advice.speedup:.2g}x over dense."
     )

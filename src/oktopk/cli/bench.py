@@ -222,14 +222,15 @@ class BenchOverlap:
 
     def _bench(self) -> OverlapBench:
         from oktopk.bench.overlap import OverlapBench
-        from oktopk.config import UPDATES_ALGORITHM, update_defaults
+        from oktopk.config import update_defaults
         from oktopk.front_ends.defaults import default_algorithm
         from oktopk.training.devices import kind_of
 
         usual = OverlapBench()
         chosen = default_algorithm(self.numel, self.hosts, self.density or usual.density)[0]
-        algorithm = self.algorithm or (UPDATES_ALGORITHM if self.reduce == "updates" else chosen)
-        sent = update_defaults(algorithm) if self.reduce == "updates" else usual
+        updates = update_defaults(self.algorithm)
+        algorithm = updates.algorithm if self.reduce == "updates" else self.algorithm or chosen
+        sent = updates if self.reduce == "updates" else usual
         density, wire = self.density if self.density is not None else sent.density, self.wire or sent.wire
         sizes, device = (self.numel, self.batch), kind_of(self.device)
         return OverlapBench(*sizes, algorithm, density, wire, self.bucket_cap_mb, self.steps, device)

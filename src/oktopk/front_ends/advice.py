@@ -27,6 +27,11 @@ def is_adam_like(optimizer: Optimizer) -> bool:
     return any("betas" in group for group in optimizer.param_groups)
 
 
+def scales_layers(optimizer: Optimizer) -> bool:
+    """Whether it makes every layer's step as long as the layer's weights ask for, as LAMB does."""
+    return "lamb" in type(optimizer).__name__.lower()
+
+
 def advise(optimizer: Optimizer) -> None:
     if is_adam_like(optimizer):
         log.warning(ADVICE, type(optimizer).__name__)

@@ -58,6 +58,33 @@ def reduced_from(saved: Mapping[str, Any], numel: int) -> Reduced | None:
     return Reduced(vector(saved["mean"]), vector(saved["sent"]))
 
 
+def keeping(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The saved weights of one vector for a rank whose own weights contain what is owed."""
+    if not saved.get("forgotten"):
+        return saved
+    owed = _owed_in_all(saved, saved["shared"])
+    return {**saved, "owed": owed, "own": _less(saved["shared"], owed, saved["own"]), "forgotten": {}}
+
+
+def forgetting(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The same for a rank whose own weights forget it."""
+    if saved.get("forgotten"):
+        return saved
+    return {**saved, "forgotten": saved["owed"], "own": dict(saved["shared"]), "owed": {}}
+
+
+def _owed_in_all(saved: Mapping[str, Any], shared: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What own weights do not contain, and what they have changed since they were the shared ones."""
+    return {
+        name: part + (shared[name].to(own.dtype).to(part.dtype) - own.to(part.dtype)).view_as(part)
+        for (name, part), own in zip(saved["forgotten"].items(), saved["own"].values(), strict=True)
+    }
+
+
+def _less(shared: Mapping[str, Tensor], owed: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: (part - owed[name]).to(like[name].dtype) for name, part in shared.items()}
+
+
 def inherit_same(states: RankStates) -> dict[str, Any]:
     """The state of the same rank of the same world; what its file leaves out, another's has."""
     shared = {"optimizers": states.leading["optimizers"], "still": states.first["still"]}
@@ -76,29 +103,28 @@ def _vectors(states: RankStates) -> list[RankStates]:
 
 
 def _same_weights(states: RankStates) -> dict[str, Any]:
-    own = {name: states.nearest[name] or states.leading[name] for name in ("own", "owed")}
+    own = {name: states.nearest.get(name) or states.leading.get(name, {}) for name in ("own", "owed", "forgotten")}
     return {**states.nearest, **own, "shared": states.first["shared"]}
 
 
 def _inherit_weights(states: RankStates) -> dict[str, Any]:
     """The weights of one vector on a rank of a world of another size: own = shared - owed, with nothing under way."""
     shared, first = dict(states.first["shared"]), states.first
+    owed = total((_owed_by_host(ranks, shared) for ranks in states.inherited), states.scale_of_hosts)
     _pay(shared, first["arrived"].get("mean", {}))
-    owed = total(map(_owed_by_host, states.inherited), states.scale_of_hosts)
     owed = {name: owed.get(name, torch.zeros_like(part)) for name, part in shared.items()}
-    own = {name: (part - owed[name]).to(first["own"][name].dtype) for name, part in shared.items()}
-    return {"own": own, "owed": owed, "shared": shared, "arrived": {}}
+    return {"own": _less(shared, owed, first["own"]), "owed": owed, "shared": shared, "arrived": {}}
 
 
-def _owed_by_host(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+def _owed_by_host(ranks: Sequence[Mapping[str, Any]], shared: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What a host owes: weights its first rank has for all, and of buffers every rank has its own."""
-    told = [_owed_after(state) for state in ranks if state["owed"]]
+    told = [_owed_after(state, shared) for state in ranks if state["own"]]
     return total(told, 1 / max(1, len(told)))
 
 
-def _owed_after(state: Mapping[str, Any]) -> dict[str, Tensor]:
+def _owed_after(state: Mapping[str, Any], shared: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What a rank owes when what has arrived is applied."""
-    owed = dict(state["owed"])
+    owed = _owed_in_all(state, shared) if state.get("forgotten") else dict(state["owed"])
     _pay(owed, state["arrived"].get("sent", {}))
     return owed
 

@@ -15,8 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
-from oktopk.config import UPDATES_ALGORITHM, Density, update_defaults
+from oktopk.config import RARELY, Density, update_defaults
 from oktopk.errors import CheckpointError, ConfigError, OkTopkError, UnsupportedError
+from oktopk.front_ends.advice import is_adam_like, scales_layers
 from oktopk.front_ends.every import Every, interval
 from oktopk.front_ends.host_gradients import HostGradients
 from oktopk.front_ends.local_state import inherit, inherit_same, load_optimizer_state, optimizer_state
@@ -42,7 +43,8 @@ def local_steps(
     wire: str | None = None,
     every: Every = 1,
     *,
-    algorithm: str = UPDATES_ALGORITHM,
+    algorithm: str | None = None,
+    keep_owed: bool | None = None,
     overlap: bool = False,
     scaler: Any = None,
     **options: Unpack[LocalOptions],
@@ -53,12 +55,17 @@ def local_steps(
     rank 0's weights and buffers are copied to every rank. Every rank must call this, with the same arguments.
 
     By default 0.3 of the entries are sent, each in its turn, in two bits (`algorithm="randomk"`): a 45th of the bytes
-    of dense, no choice and no indices. `algorithm="oktopk"` sends the largest 0.05 in int8 instead.
+    of dense, no choice and no indices. `algorithm="oktopk"` sends the largest 0.05 in int8 instead. With `every=4` or
+    more under Adam or AdamW, every rank sends the largest 0.06 in two bits (`algorithm="topka"`) and goes on
+    from the shared weights: a 250th of the bytes between two ranks.
 
     `optimizer`: all that train the model; with several in a list, a step is one of the last.
 
     `every`: optimizer steps between synchronisations: a number, a function of the step, or "auto" (so that they take
         a tenth of the time, at most 64).
+    `keep_owed`: whether own weights contain what this rank has changed and not sent. False: they forget it until it is
+        sent, and ranks start every interval from the same weights. None: False where `every` is 4 or more, the
+        optimizer is Adam or AdamW and there is no overlap.
     `overlap`: let a reduction travel while the next steps are computed; it is applied at the next synchronisation.
     `scaler`: the GradScaler, if there is one. It may skip a step on one rank.
     `hosts`: how many consecutive ranks are one worker: they average gradients before each step, have the same weights,
@@ -84,14 +91,28 @@ def local_steps(
     if "reduce" in options:
         raise ConfigError("local_steps takes no reduce: it is updates that it reduces.")
     _complete_options(options, module, ddp, overlap, scaler)
-    usual = update_defaults(algorithm)
-    density = usual.density if density is None else density
-    reducer = Reducer(algorithm, density, wire=wire or usual.wire, reduce="updates", **options)
+    usual = update_defaults(algorithm, _is_rare(every, optimizers, overlap) if keep_owed is None else not keep_owed)
+    keeps = usual.keep_owed if keep_owed is None else keep_owed
+    if overlap and not keeps:
+        raise ConfigError(
+            "overlap=True and keep_owed=False do not go together: own weights cannot go on from shared weights that "
+            "are still on their way. Leave one of them out."
+        )
+    reducer = Reducer(
+        usual.algorithm, usual.density if density is None else density, wire=wire or usual.wire, reduce="updates",
+        keep_owed=keeps, **options,
+    )  # fmt: skip
     try:
         return LocalSteps(module, optimizers, reducer, every, overlap, scaler, ddp)
     except BaseException:
         reducer.close()
         raise
+
+
+def _is_rare(every: Every, optimizers: Sequence[Optimizer], overlap: bool) -> bool:
+    """Whether ranks step by themselves so often that they had better go on from the same weights."""
+    is_often = isinstance(every, int) and every >= RARELY
+    return is_often and not overlap and all(is_adam_like(one) and not scales_layers(one) for one in optimizers)
 
 
 def _complete_options(

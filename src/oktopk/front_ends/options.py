@@ -42,10 +42,11 @@ class LocalOptions(_ReducerOptions, total=False):
 class LocalStepsOptions(LocalOptions, total=False):
     """Options of `local_steps`, for those who pass them on."""
 
-    algorithm: str
+    algorithm: str | None
     density: Density | None
     wire: str | None
     every: Every
+    keep_owed: bool | None
     overlap: bool
 
 

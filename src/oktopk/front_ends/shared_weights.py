@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from oktopk.errors import CheckpointError, OkTopkError
 from oktopk.front_ends.broadcast import broadcast_
 from oktopk.front_ends.buffers import StillBuffers
-from oktopk.front_ends.local_state import plain, reduced_from
+from oktopk.front_ends.local_state import forgetting, keeping, plain, reduced_from
 from oktopk.front_ends.weights import Weights, flat, weights_of
 from oktopk.reducer import Reducer
 from oktopk.reduction.gradient import Gradient
@@ -170,9 +170,11 @@ class SharedWeights:
     def _state_of(self, vector: Weights, with_shared: bool, with_own: bool) -> dict[str, Any]:
         own = vector.own()
         is_flat = len(self._parts) == 1  # between ranks of a host nothing is ever under way
+        keeps = self.updates.keep_owed
         return {
             "own": vector.by_name(torch.cat(own.pieces)) if with_own else {},
-            "owed": self._joined(vector, self.updates.owed) if with_own else {},
+            "owed": self._joined(vector, self.updates.owed) if with_own and keeps else {},
+            "forgotten": self._joined(vector, self.updates.forgotten) if with_own and not keeps else {},
             "shared": self._joined(vector, lambda part: self.updates.shared(part.layout)) if with_shared else {},
             "arrived": plain(self.updates.arrived(own.layout)) if is_flat else {},
         }
@@ -182,9 +184,10 @@ class SharedWeights:
         if {name: part.numel() for name, part in saved["own"].items()} != dict(own.layout):
             raise CheckpointError("this state is of another model: its parameters have other names or shapes.")
         names = [name for name, _ in own.layout]
+        saved, beside = (keeping(saved), "owed") if self.updates.keep_owed else (forgetting(saved), "forgotten")
         for name, piece in zip(names, own.pieces, strict=True):
             piece.copy_(saved["own"][name])
-        shared, owed = (Gradient.of(own.layout, [saved[of][name] for name in names]) for of in ("shared", "owed"))
+        shared, owed = (Gradient.of(own.layout, [saved[of][name] for name in names]) for of in ("shared", beside))
         parts = zip(self._split(own), self._split(shared), self._split(owed), strict=True)
         for part, of_shared, of_owed in parts:
             self.updates.restore(part, torch.cat(of_shared.pieces), torch.cat(of_owed.pieces))

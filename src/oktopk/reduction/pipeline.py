@@ -102,7 +102,7 @@ class Pipeline:
     def _feedback(self, kernels: Kernels) -> Feedback | Updates:
         shared = self.settings.shared
         if shared.reduce == "updates":
-            return Updates(kernels)
+            return Updates(kernels, shared.keep_owed)
         return Feedback(kernels, shared.momentum_correction, shared.factor_masking)
 
     def _tuner(self, across: MeteredTransport) -> Tuner | None:

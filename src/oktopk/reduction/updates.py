@@ -4,6 +4,10 @@ The shared weights s are the same bits on every rank. An optimizer steps the own
 has changed and not sent yet. A reduction of s - x gives `mean` and `sent`; then s -= mean and x -= mean - sent, which
 touches only entries that moved, and s - x is what is still owed. With float32 or float64 weights nothing else has to be
 remembered. Weights of 16 bits cannot hold what is owed to the last bit: it is kept beside them in float32.
+
+Own weights may also forget what is owed (`keep_owed=False`): at a synchronisation s - x is added to what is owed, which
+is kept beside them, and x becomes s. Ranks then go on from the same weights, and drift apart by as much as they change
+in one interval only.
 """
 
 from __future__ import annotations
@@ -34,15 +38,17 @@ class _Weights:
     """The shared weights of one layout, and what goes with them."""
 
     shared: Tensor  # flat, float32 or float64
-    owed: Tensor | None = None  # of 16-bit own weights: flat, float32
-    before: tuple[Tensor, ...] = ()  # of 16-bit own weights: what they were when `owed` was last brought up to date
+    owed: Tensor | None = None  # where own weights do not hold it: flat, as `shared`
+    before: tuple[Tensor, ...] = ()  # what own weights were when `owed` was last brought up to date; of those that
+    # forget what is owed and have the dtype of the shared ones, these are the shared ones themselves
     energy: float = 0.0  # sum of squares of what is owed
     difference: Difference | None = None
     source: Source | None = None  # what is being reduced
     arrived: Reduced | None = None  # reduced, but not applied yet
 
     @property
-    def is_rounded(self) -> bool:
+    def is_beside(self) -> bool:
+        """Whether what is owed lies beside own weights, not in them."""
         return self.owed is not None
 
 
@@ -54,6 +60,7 @@ class Updates:
     """
 
     kernels: Kernels
+    keep_owed: bool = True  # own weights contain what is owed; else they are the shared ones after a synchronisation
     deferred: bool = False
     _weights: dict[Layout, _Weights] = field(default_factory=dict)
 
@@ -61,9 +68,12 @@ class Updates:
         """Share these weights, which must be the same on every rank. Nothing is owed."""
         dtype = residual_dtype(own.dtype)
         weights = _Weights(cat_on_large_pages([piece.to(dtype) for piece in own.pieces]))
-        if own.dtype != dtype:
+        if own.dtype != dtype or not self.keep_owed:
             weights.owed = torch.zeros_like(weights.shared)
+        if own.dtype != dtype:
             weights.before = tuple(piece.clone() for piece in own.pieces)
+        elif not self.keep_owed:
+            weights.before = _split(weights.shared, own)
         self._weights[own.layout] = weights
 
     def choose(self, own: Gradient, k: int, ask_ahead: Callable[[Difference, int], None]) -> None:
@@ -91,17 +101,17 @@ class Updates:
         weights = self._of(own)
         if self.deferred and weights.source is not None:  # chosen already
             return isfinite(weights.energy)
-        if weights.is_rounded:
+        if weights.is_beside:
             return self.kernels.all_below(own.pieces, inf)
         weights.energy = self.kernels.scan(self._difference(own, weights), k)
         return isfinite(weights.energy)
 
     def ahead(self, own: Gradient) -> Source | None:
-        """What `compensate` is going to return, if that is known already; of 16-bit weights it is not."""
+        """What `compensate` is going to return, if that is known already; what lies beside weights is not."""
         weights = self._of(own)
         if self.deferred and weights.source is not None:
             return weights.source
-        return None if weights.is_rounded else self._difference(own, weights)
+        return None if weights.is_beside else self._difference(own, weights)
 
     def compensate(self, own: Gradient, k: int, with_feedback: bool) -> Source:
         """What was changed and not sent yet. Only entries are chosen from it if k is not 0."""
@@ -134,8 +144,8 @@ class Updates:
         weights.source = None
         if arrived is None:
             return
-        if weights.is_rounded:
-            self._apply_rounded(own, weights, arrived)
+        if weights.is_beside:
+            self._apply_beside(own, weights, arrived)
         elif isinstance(arrived.mean, SparseVector) and isinstance(arrived.sent, SparseVector):
             weights.energy += self.kernels.move_(self._difference(own, weights), arrived.mean, arrived.sent)
         else:
@@ -149,10 +159,7 @@ class Updates:
     def _take_back_(self, own: Gradient) -> None:
         weights = self._of(own)
         weights.source = None
-        if weights.is_rounded:
-            good: tuple[Tensor, ...] = weights.before
-        else:
-            good = weights.shared.split([piece.numel() for piece in own.pieces])
+        good = weights.before or _split(weights.shared, own)
         for (name, _), piece, fallback in zip(own.layout, own.pieces, good, strict=True):
             bad = ~piece.isfinite()
             if bad.any():
@@ -193,13 +200,21 @@ class Updates:
             return Difference(weights.shared, own.pieces).to_dense()
         return weights.owed + self._change(own, weights)
 
-    def restore(self, own: Gradient, shared: Tensor, owed: Tensor | None) -> None:
-        """Continue with these shared weights. `owed` is that of 16-bit weights when `own` was as it is now."""
+    def forgotten(self, own: Gradient) -> Tensor:
+        """A copy of what this rank owed at the last synchronisation and its weights do not contain; else nothing."""
+        weights = self._of(own)
+        return weights.shared[:0] if self.keep_owed or weights.owed is None else weights.owed.clone()
+
+    def restore(self, own: Gradient, shared: Tensor, owed: Tensor) -> None:
+        """Continue with these shared weights. `owed` is what own weights, as they are now, do not hold of it."""
         self.begin(own)
         weights = self._weights[own.layout]
         weights.shared.copy_(shared)
-        if weights.owed is not None and owed is not None:
+        if weights.owed is not None:
             weights.owed.copy_(owed)
+        if not self.keep_owed:
+            for before, part in zip(weights.before, _split(weights.shared, own), strict=True):
+                before.copy_(part)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Nothing by itself: what is owed lies in weights, which the front end saves."""
@@ -246,13 +261,16 @@ class Updates:
         return weights.owed.clone() if self.deferred else weights.owed
 
     def _follow(self, own: Gradient) -> None:
-        """Bring what 16-bit weights owe up to date; ranks of a host do so for all parts, to have the same bits."""
+        """Bring what lies beside weights up to date; ranks of a host do so for all parts, to have the same bits."""
         weights = self._of(own)
         if weights.owed is None:
             return
         weights.owed += self._change(own, weights)
-        for before, piece in zip(weights.before, own.pieces, strict=True):
-            before.copy_(piece)
+        for before, piece, shared in zip(weights.before, own.pieces, _split(weights.shared, own), strict=True):
+            if not self.keep_owed:
+                piece.copy_(shared)
+            if before.data_ptr() != shared.data_ptr():
+                before.copy_(piece)
 
     def _change(self, own: Gradient, weights: _Weights) -> Tensor:
         dtype = weights.shared.dtype
@@ -272,22 +290,25 @@ class Updates:
             piece.sub_(part)
         weights.energy = sum_of_squares(self.owed(own))
 
-    def _apply_rounded(self, own: Gradient, weights: _Weights, arrived: Reduced) -> None:
+    def _apply_beside(self, own: Gradient, weights: _Weights, arrived: Reduced) -> None:
         """Own weights follow at the entries that moved, rounded afresh: errors of rounding do not add up."""
         assert weights.owed is not None
-        weights.owed += self._change(own, weights)
+        if self.deferred:
+            self._follow(own)
         _subtract(weights.shared, arrived.mean)
         if arrived.sent is None:
             weights.owed.zero_()
         else:
             _subtract(weights.owed, arrived.sent)
-        sizes = [piece.numel() for piece in own.pieces]
-        parts = zip(weights.before, own.pieces, weights.shared.split(sizes), weights.owed.split(sizes), strict=True)
+        parts = zip(weights.before, own.pieces, _split(weights.shared, own), _split(weights.owed, own), strict=True)
         for (before, piece, shared, owed), places in zip(parts, _touched(arrived, own), strict=True):
-            before.copy_(piece)
-            piece[places] = (shared[places] - owed[places]).to(piece.dtype)
+            piece[places] = (shared[places] - owed[places] if self.keep_owed else shared[places]).to(piece.dtype)
             before[places] = piece[places]
         weights.energy = sum_of_squares(weights.owed)
+
+
+def _split(vector: Tensor, like: Gradient) -> tuple[Tensor, ...]:
+    return tuple(vector.split([piece.numel() for piece in like.pieces]))
 
 
 def _subtract(vector: Tensor, amount: Vector) -> None:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from oktopk.config import UPDATES_ALGORITHM, Density, require_density, update_defaults
+from oktopk.config import RARELY, Density, require_density, update_defaults
 from oktopk.errors import ConfigError
 from oktopk.training.devices import DeviceName, Precision
 from oktopk.workloads.base import Recipe
@@ -31,13 +31,15 @@ class TrainConfig:
     precision: Precision = "float32"  # of forward and backward; weights stay float32; float16 scales the loss
 
     algorithm: str | None = None  # dense, topka, topkdsa, gtopk, gaussiank, randomk, oktopk, auto; None: oktopk, or
-    # randomk for updates
+    # for updates randomk, or topka if every is 4 or more and the optimizer adamw
     density: float | None = None  # fraction of the gradient each worker sends; smaller = less traffic, later updates
     density_schedule: Mapping[int, float] = field(default_factory=dict)  # {step: density from that step on}; from 0
     warmup_steps: int | None = None  # dense steps before sparse ones
     reduce: Literal["gradients", "updates"] | None = None  # updates: workers (or hosts) step, changes are summed;
     # None: the preset's, or gradients if an algorithm, a density or a warm-up is named
     every: int | Literal["auto"] = 1  # steps between synchronisations of updates; auto: a tenth of the time
+    keep_owed: bool | None = None  # a worker's weights contain what it has not sent; None: not if every is 4 or more
+    # and the optimizer adamw
     wire: str | None = None  # float32, float16, bfloat16, int8, int4, codebook2; None: float32, for updates narrower
     hosts: int | Literal["auto"] = "auto"  # workers of a host, which sum densely first; auto: find out; 1: none do
     min_numel: int = 1024  # parameters smaller than this go dense
@@ -114,6 +116,8 @@ class TrainConfig:
         if reduce == "gradients":
             if self.every != 1:
                 raise ConfigError(f"every is for --reduce updates, got {self.every}: gradients travel at every step.")
+            if self.keep_owed is False:
+                raise ConfigError("keep_owed is for --reduce updates: gradients that are owed lie beside weights.")
             return
         for name in _ABOUT_GRADIENTS:
             if getattr(self, name):
@@ -151,12 +155,11 @@ class TrainConfig:
     def _for_updates(self, base: Recipe, steppers: int) -> Recipe:
         """Updates need no dense steps. Under AdamW they want a rate that is larger by the root of the number of ranks
         or hosts that step by themselves, whose gradients are noisier than the mean of all; and twice the rise of it."""
-        algorithm = self.algorithm or UPDATES_ALGORITHM
-        usual = update_defaults(algorithm)
-        base = replace(
-            base, reduce="updates", algorithm=algorithm, density=usual.density, wire=usual.wire, warmup_steps=0
-        )  # fmt: skip
-        if (self.optimizer or base.optimizer) != "adamw" or steppers == 1:
+        optimizer = self.optimizer or base.optimizer
+        rarely = self.every != "auto" and self.every >= RARELY and optimizer == "adamw"
+        usual = update_defaults(self.algorithm, rarely if self.keep_owed is None else not self.keep_owed)
+        base = replace(base, reduce="updates", warmup_steps=0, **asdict(usual))
+        if optimizer != "adamw" or steppers == 1:
             return base
         return replace(base, lr=base.lr * steppers**0.5, lr_warmup_epochs=2 * base.lr_warmup_epochs)
 

@@ -188,6 +188,7 @@ class ReduceUpdates(_Stepping):
             recipe.wire,
             config.every,
             algorithm=recipe.algorithm,
+            keep_owed=recipe.keep_owed,
             scaler=scaler,
             hosts=config.hosts,
             warmup_steps=recipe.warmup_steps,

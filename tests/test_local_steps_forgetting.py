@@ -1,0 +1,240 @@
+"""Own weights that forget what is owed: nothing is lost, ranks go on from the same weights, and resuming is exact."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import oktopk
+from oktopk.algorithms import ALGORITHMS
+from oktopk.bench.rivals import Ablation
+from oktopk.errors import ConfigError, MismatchError
+from oktopk.training.config import TrainConfig
+from oktopk.transport import ThreadTransport, run_world
+from oktopk.workloads.base import Recipe
+from oktopk.workloads.lamb import Lamb
+from test_local_steps import _adam, _OwnChanges, _trained, model_of, push, run, sgd, shared_of, weights_of
+from test_local_steps_hosts import check_equal_inside
+from test_local_steps_hosts import run as run_on_hosts
+
+
+@pytest.mark.parametrize("wire", ["float32", "codebook2"])
+@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
+def test_what_ranks_changed_is_in_the_shared_weights_or_still_owed(algorithm: str, wire: str) -> None:
+    for world_size, every in ((2, 1), (3, 2)):  # five steps: in the second world the last is not synchronised yet
+        options: Any = {"algorithm": algorithm, "wire": wire, "keep_owed": False, "every": every}
+        world = run_world(world_size, lambda t, options=options: run(t, 5, **options))  # type: ignore[misc]
+        accounted = world_size * (world[0][0] - world[0][1]) + sum(owed for _, _, owed, _ in world)
+        changed = sum(changes for *_, changes in world)
+        torch.testing.assert_close(accounted, changed, rtol=0, atol=2e-6 * world_size)  # weights of 0.2, moved often
+        assert all(torch.equal(shared, world[0][1]) for _, shared, _, _ in world), "equal bits on all ranks"
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (2, 3)])
+def test_hosts_lose_nothing_either(shape: tuple[int, int]) -> None:
+    count, per_host = shape
+    options: Any = {"algorithm": "topka", "keep_owed": False, "every": 2}
+    world = run_world(count * per_host, lambda t: run_on_hosts(t, per_host, **options))
+    check_equal_inside(world, per_host)
+    accounted = count * (world[0].start - world[0].shared) + sum(seen.owed for seen in world[::per_host])
+    changed = sum(seen.changes for seen in world) / per_host
+    torch.testing.assert_close(accounted, changed, rtol=0, atol=2e-6 * count)  # weights of 0.2, moved five times
+
+
+def test_ranks_start_every_interval_from_the_same_weights() -> None:
+    def work(transport: ThreadTransport) -> list[Tensor]:
+        model = model_of()
+        optimizer = _adam(model)
+        seen = []
+        with oktopk.local_steps(model, optimizer, every=4, min_numel=0, group=transport) as handle:
+            assert handle.reducer.config.keep_owed is False, "the default of four local steps under AdamW"
+            for step in range(12):
+                push(model, optimizer, transport.rank, step)
+                seen.append(weights_of(model))
+            assert any(owed.any() for owed in handle.owed().values())
+            assert torch.equal(seen[-1], shared_of(handle))
+        return seen
+
+    first, second = run_world(2, work)
+    assert [torch.equal(a, b) for a, b in zip(first, second, strict=True)] == [False, False, False, True] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_finishing_leaves_everyone_with_the_mean_of_all_changes(dtype: torch.dtype) -> None:
+    def work(transport: ThreadTransport) -> tuple[Tensor, Tensor, Tensor]:
+        model = model_of(0, dtype)
+        optimizer = sgd(model)
+        options: Any = {"density": 0.1, "min_numel": 0, "group": transport, "keep_owed": False}
+        with oktopk.local_steps(model, optimizer, **options) as handle:
+            start, own = weights_of(model).double(), _OwnChanges(handle, optimizer, model)
+            for step in range(6):
+                push(model, optimizer, transport.rank, step)
+            moved = own.total
+            handle.finish()
+            assert not any(owed.any() for owed in handle.owed().values())
+            return start, shared_of(handle).double(), moved
+
+    world = run_world(2, work)
+    expected = world[0][0] - (world[0][2] + world[1][2]) / 2
+    torch.testing.assert_close(world[0][1], expected, rtol=0, atol=2e-6)
+    assert torch.equal(world[0][1], world[1][1])
+
+
+def test_it_is_the_plain_rule() -> None:
+    """Error feedback on the change of weights, written down again in `Ablation`."""
+    numel, rounds = 50, 4
+
+    def work(transport: ThreadTransport) -> tuple[Tensor, Tensor]:
+        def change(turn: int) -> Tensor:
+            return torch.randn(numel, generator=torch.Generator().manual_seed(100 * transport.rank + turn))
+
+        model = torch.nn.Linear(numel, 1, bias=False)
+        start = torch.linspace(-1, 1, numel)
+        with torch.no_grad():
+            model.weight.copy_(start[None])
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        options: Any = {"algorithm": "topka", "wire": "int8", "min_numel": 0, "hosts": None}
+        handle = oktopk.local_steps(model, optimizer, 0.2, keep_owed=False, group=transport, **options)
+        plain, own = Ablation(start, [start.shape], transport, density=0.2, keeps=0, largest=1), start.clone()
+        for turn in range(rounds):
+            model.weight.grad = change(turn)[None]
+            optimizer.step()
+            own -= change(turn)
+            plain.synchronize_(own)
+        found = model.weight.detach()[0].clone()
+        handle.close()
+        return found, own
+
+    for found, plain in run_world(3, work):
+        torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-6)  # another order of sums
+
+
+@pytest.mark.parametrize("save_at", [6, 8])
+def test_a_resumed_training_equals_one_that_was_not_interrupted(save_at: int, tmp_path: Path) -> None:
+    straight = run_world(2, lambda t: _trained(t, tmp_path, save_at, 13, False, every=4))
+    resumed = run_world(2, lambda t: _trained(t, tmp_path, save_at, 13, True, every=4))
+    for (own, shared, moments), (own_again, shared_again, moments_again) in zip(straight, resumed, strict=True):
+        assert torch.equal(own, own_again) and torch.equal(shared, shared_again)
+        assert all(torch.equal(a, b) for a, b in zip(moments, moments_again, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("before", "after"), [((4, 1), (2, 1)), ((2, 1), (3, 1)), ((2, 1), (2, 1)), ((2, 2), (4, 1))])
+@pytest.mark.parametrize(("kept", "keeps"), [(False, False), (False, True), (True, False)])
+def test_what_is_owed_outlives_other_worlds_and_other_ways_to_owe(
+    before: Any, after: Any, kept: bool, keeps: bool, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """All weights end where they would have: at the shared weights minus the mean of what was owed."""
+    options: Any = {"algorithm": "topka", "density": 0.1, "min_numel": 0, "every": 3, "wire": "float32"}
+
+    def save(transport: ThreadTransport) -> Tensor:
+        model = model_of(0, dtype)
+        optimizer = _adam(model)
+        each: Any = {**options, "keep_owed": kept, "group": transport, "hosts": before[1]}
+        with oktopk.local_steps(model, optimizer, **each) as handle:
+            for step in range(5):  # two of them after the last synchronisation
+                push(model, optimizer, transport.rank, step)
+            oktopk.save(handle, tmp_path)
+            handle.finish()
+            return shared_of(handle).clone() if before[1] == 1 else weights_of(model)
+
+    def load(transport: ThreadTransport) -> Tensor:
+        model = model_of(7, dtype)
+        each: Any = {**options, "keep_owed": keeps, "group": transport, "hosts": after[1]}
+        with oktopk.local_steps(model, _adam(model), **each) as handle:
+            oktopk.load(handle, tmp_path)
+            handle.finish()
+            return shared_of(handle).clone() if before[1] == 1 else weights_of(model)
+
+    expected = run_world(before[0] * before[1], save)[0]
+    for weights in run_world(after[0] * after[1], load):
+        # Shared weights are float32 whatever the model's are; only those of hosts are looked at through the model.
+        atol = 1e-6 if dtype == torch.float32 or before[1] == 1 else 4e-3
+        torch.testing.assert_close(weights, expected, rtol=0, atol=atol)
+
+
+def test_a_bad_step_leaves_the_shared_weights_and_what_is_owed_alone() -> None:
+    def work(transport: ThreadTransport) -> tuple[Tensor, Tensor]:
+        model = model_of()
+        optimizer = sgd(model)
+        options: Any = {"density": 0.1, "min_numel": 0, "group": transport, "on_nonfinite": "skip"}
+        with oktopk.local_steps(model, optimizer, keep_owed=False, **options) as handle:
+            push(model, optimizer, transport.rank, 0)
+            before, owed = shared_of(handle).clone(), handle.owed()
+            if transport.rank == 0:
+                with torch.no_grad():
+                    next(model.parameters())[0, 0] = math.nan
+                handle._written = handle._weights.written()
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+            assert torch.equal(shared_of(handle), before) and weights_of(model).isfinite().all()
+            assert all(torch.equal(part, owed[name]) for name, part in handle.owed().items())
+            push(model, optimizer, transport.rank, 1)
+            return shared_of(handle).clone(), weights_of(model)
+
+    first, second = run_world(2, work)
+    assert torch.equal(first[0], second[0]) and first[0].isfinite().all() and torch.equal(first[0], first[1])
+
+
+def _lamb(model: nn.Module) -> Lamb:
+    return Lamb(model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "algorithm", "keeps"),
+    [
+        (_adam, {"every": 4}, "topka", False),
+        (_adam, {"every": 3}, "randomk", True),
+        (_adam, {"every": "auto"}, "randomk", True),
+        (_adam, {"every": 4, "overlap": True}, "randomk", True),
+        (_adam, {"every": 4, "keep_owed": True}, "randomk", True),
+        (_adam, {"every": 4, "algorithm": "oktopk"}, "oktopk", False),
+        (_adam, {"every": 4, "algorithm": "randomk"}, "randomk", True),
+        (_adam, {"keep_owed": False}, "topka", False),
+        (sgd, {"every": 8}, "randomk", True),
+        (_lamb, {"every": 8}, "randomk", True),
+    ],
+)
+def test_who_steps_often_under_adam_goes_on_from_the_shared_weights(
+    make: Any, options: Any, algorithm: str, keeps: bool
+) -> None:
+    model = model_of()
+    with oktopk.local_steps(model, make(model), **options) as handle:
+        assert (handle.reducer.algorithm, handle.reducer.config.keep_owed) == (algorithm, keeps)
+
+
+def test_the_trainer_chooses_alike() -> None:
+    def recipe(**said: Any) -> Recipe:
+        return TrainConfig(workload="gpt", reduce="updates", **said).recipe(Recipe(optimizer="adamw"), 2)
+
+    rare, often = recipe(every=4), recipe()
+    assert (rare.algorithm, rare.density, rare.wire, rare.keep_owed) == ("topka", 0.06, "codebook2", False)
+    assert (often.algorithm, often.keep_owed) == ("randomk", True)
+    assert recipe(every=4, optimizer="sgd").keep_owed and recipe(every=4, keep_owed=True).algorithm == "randomk"
+    assert not recipe(keep_owed=False).keep_owed
+    with pytest.raises(ConfigError, match="keep_owed is for --reduce updates"):
+        TrainConfig(workload="gpt", reduce="gradients", keep_owed=False)
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    model = model_of()
+    with pytest.raises(ConfigError, match="overlap=True and keep_owed=False do not go together"):
+        oktopk.local_steps(model, sgd(model), overlap=True, keep_owed=False)
+    with pytest.raises(ConfigError, match="keep_owed is about weights"):
+        oktopk.Reducer("oktopk", 0.1, keep_owed=False)
+
+    def differing(transport: ThreadTransport) -> None:
+        model = model_of()
+        optimizer = sgd(model)
+        options: Any = {"algorithm": "topka", "density": 0.1, "wire": "int8", "min_numel": 0, "group": transport}
+        refused = pytest.raises(MismatchError, match="configuration")
+        with oktopk.local_steps(model, optimizer, keep_owed=transport.rank == 0, **options), refused:
+            push(model, optimizer, transport.rank, 0)
+
+    run_world(2, differing)
