@@ -18,7 +18,7 @@ from oktopk.training.config import TrainConfig
 from oktopk.transport import ThreadTransport, run_world
 from oktopk.workloads.base import Recipe
 from oktopk.workloads.lamb import Lamb
-from test_local_steps import _adam, _OwnChanges, _trained, model_of, push, run, sgd, shared_of, weights_of
+from test_local_steps import _adam, _OwnChanges, _trained, _WithNorm, model_of, push, run, sgd, shared_of, weights_of
 from test_local_steps_hosts import check_equal_inside
 from test_local_steps_hosts import run as run_on_hosts
 
@@ -64,25 +64,58 @@ def test_ranks_start_every_interval_from_the_same_weights() -> None:
     assert [torch.equal(a, b) for a, b in zip(first, second, strict=True)] == [False, False, False, True] * 3
 
 
+def owed_of(handle: oktopk.LocalSteps) -> Tensor:
+    return torch.cat([part.double() for part in handle.owed().values()])
+
+
+@pytest.mark.parametrize("every", [1, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_finishing_leaves_everyone_with_the_mean_of_all_changes(dtype: torch.dtype) -> None:
-    def work(transport: ThreadTransport) -> tuple[Tensor, Tensor, Tensor]:
+def test_finishing_averages_own_weights_and_leaves_owed_what_they_forgot(dtype: torch.dtype, every: int) -> None:
+    """Six steps: with every=4 the last two are averaged; with every=1 nothing is left to average, and nothing moves."""
+
+    def work(transport: ThreadTransport) -> tuple[Tensor, ...]:
         model = model_of(0, dtype)
         optimizer = sgd(model)
-        options: Any = {"density": 0.1, "min_numel": 0, "group": transport, "keep_owed": False}
+        options: Any = {"density": 0.1, "min_numel": 0, "group": transport, "keep_owed": False, "every": every}
         with oktopk.local_steps(model, optimizer, **options) as handle:
-            start, own = weights_of(model).double(), _OwnChanges(handle, optimizer, model)
+            start = weights_of(model).double()
+            own = _OwnChanges(handle, optimizer, model)
             for step in range(6):
                 push(model, optimizer, transport.rank, step)
-            moved = own.total
+            mine, synchronisations = weights_of(model).double(), handle.reducer.last_step
             handle.finish()
-            assert not any(owed.any() for owed in handle.owed().values())
-            return start, shared_of(handle).double(), moved
+            assert (handle.reducer.last_step == synchronisations) == (every == 1)
+            return start, mine, weights_of(model).double(), shared_of(handle).double(), owed_of(handle), own.total
 
     world = run_world(2, work)
-    expected = world[0][0] - (world[0][2] + world[1][2]) / 2
-    torch.testing.assert_close(world[0][1], expected, rtol=0, atol=2e-6)
-    assert torch.equal(world[0][1], world[1][1])
+    start, _, ended, shared, *_ = world[0]
+    rounding = 2e-6 if dtype == torch.float32 else 4e-3  # weights of up to 0.5
+    torch.testing.assert_close(ended, (world[0][1] + world[1][1]) / 2, rtol=0, atol=rounding)
+    assert torch.equal(ended, world[1][2]) and torch.equal(shared, world[1][3])
+    if every == 1:  # what steps changed is known to the last bit
+        accounted = 2 * (start - shared) + world[0][4] + world[1][4]
+        torch.testing.assert_close(accounted, world[0][5] + world[1][5], rtol=0, atol=4e-6)
+    assert all(owed.any() for *_, owed, _ in world)
+
+
+def test_buffers_are_equal_in_the_end_though_weights_are_already() -> None:
+    def work(transport: ThreadTransport) -> tuple[Tensor, Tensor]:
+        model = _WithNorm()
+        optimizer = _adam(model)
+        with oktopk.local_steps(model, optimizer, group=transport, every=4, min_numel=0) as handle:
+            for step in range(4):
+                optimizer.zero_grad()
+                data = torch.randn(8, 6, generator=torch.Generator().manual_seed(10 * step + transport.rank))
+                model(data).square().mean().backward()
+                optimizer.step()
+            model(torch.ones(8, 6) * transport.rank)  # a buffer moves, and no step follows
+            handle.finish()
+            mean = model.layers[1].running_mean
+            assert isinstance(mean, Tensor)
+            return mean.clone(), weights_of(model)
+
+    (mean, weights), (other, others) = run_world(2, work)
+    assert torch.equal(mean, other) and torch.equal(weights, others)
 
 
 def test_it_is_the_plain_rule() -> None:
@@ -129,10 +162,10 @@ def test_a_resumed_training_equals_one_that_was_not_interrupted(save_at: int, tm
 def test_what_is_owed_outlives_other_worlds_and_other_ways_to_owe(
     before: Any, after: Any, kept: bool, keeps: bool, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """All weights end where they would have: at the shared weights minus the mean of what was owed."""
+    """The shared weights minus the mean of what is owed are where they would have been."""
     options: Any = {"algorithm": "topka", "density": 0.1, "min_numel": 0, "every": 3, "wire": "float32"}
 
-    def save(transport: ThreadTransport) -> Tensor:
+    def save(transport: ThreadTransport) -> tuple[Tensor, Tensor]:
         model = model_of(0, dtype)
         optimizer = _adam(model)
         each: Any = {**options, "keep_owed": kept, "group": transport, "hosts": before[1]}
@@ -140,22 +173,26 @@ def test_what_is_owed_outlives_other_worlds_and_other_ways_to_owe(
             for step in range(5):  # two of them after the last synchronisation
                 push(model, optimizer, transport.rank, step)
             oktopk.save(handle, tmp_path)
-            handle.finish()
-            return shared_of(handle).clone() if before[1] == 1 else weights_of(model)
+            return shared(handle, model), owed_of(handle)
 
-    def load(transport: ThreadTransport) -> Tensor:
+    def load(transport: ThreadTransport) -> tuple[Tensor, Tensor]:
         model = model_of(7, dtype)
         each: Any = {**options, "keep_owed": keeps, "group": transport, "hosts": after[1]}
         with oktopk.local_steps(model, _adam(model), **each) as handle:
             oktopk.load(handle, tmp_path)
-            handle.finish()
-            return shared_of(handle).clone() if before[1] == 1 else weights_of(model)
+            return shared(handle, model), owed_of(handle)
 
-    expected = run_world(before[0] * before[1], save)[0]
-    for weights in run_world(after[0] * after[1], load):
-        # Shared weights are float32 whatever the model's are; only those of hosts are looked at through the model.
-        atol = 1e-6 if dtype == torch.float32 or before[1] == 1 else 4e-3
-        torch.testing.assert_close(weights, expected, rtol=0, atol=atol)
+    def shared(handle: oktopk.LocalSteps, model: nn.Module) -> Tensor:
+        with handle.shared():
+            return weights_of(model).double()
+
+    def paid(world: list[tuple[Tensor, Tensor]], hosts: tuple[int, int]) -> Tensor:
+        assert any(owed.any() for _, owed in world), "else nothing is tested"
+        return world[0][0] - torch.stack([owed for _, owed in world[:: hosts[1]]]).mean(0)
+
+    saved = paid(run_world(before[0] * before[1], save), before)
+    loaded = paid(run_world(after[0] * after[1], load), after)
+    torch.testing.assert_close(loaded, saved, rtol=0, atol=1e-6)  # shared weights are the same, rounded or not
 
 
 def test_a_bad_step_leaves_the_shared_weights_and_what_is_owed_alone() -> None:

@@ -69,6 +69,8 @@ def rival(name: str, flags: str, **others: Any) -> Setting:
 
 DENSE = Setting("dense", "--algorithm dense", DENSE_LR)
 OURS = updates("in turn, 0.3, codebook2, every step (default)")
+RARE = "largest 0.06, codebook2, every 4 steps, forgetting what is owed (default of every=4)"
+KEEP, FORGET = "--keep-owed True", "--keep-owed False"
 RIVALS = {
     "DiLoCo, every 45": "diloco --every 45",
     "DiLoCo, plain mean, every 45": "diloco --every 45 --settings rate 1.0 momentum 0.0",
@@ -83,23 +85,46 @@ TUNED: Mapping[str, tuple[Setting, ...]] = {
     **{
         name: tuple(rival(name, flags, lr=rate) for rate in RATES) for name, flags in RIVALS.items()
     },
+    RARE: tuple(updates(RARE, "--every 4", lr=lr) for lr in (0.014, 0.02, 0.028)),
     "dense, 4 workers": tuple(
         Setting("dense, 4 workers", "--algorithm dense", lr, 4) for lr in (0.011, 0.016, 0.022)
     ),
     "updates, 4 workers": tuple(
         updates("updates, 4 workers", lr=lr, workers=4, warmup=3) for lr in (0.02, 0.028, 0.04)
     ),
+    "updates every 4, 4 workers": tuple(
+        updates("updates every 4, 4 workers", "--every 4", lr=lr, workers=4, warmup=3) for lr in (0.02, 0.028, 0.04)
+    ),
+    "SparseLoCo every 4, 4 workers": tuple(
+        rival("SparseLoCo every 4, 4 workers", "sparseloco --every 4", lr=lr, workers=4, warmup=3)
+        for lr in (0.014, 0.02, 0.028)
+    ),
 }  # fmt: skip
 SWEEPS: Mapping[str, tuple[Setting, ...]] = {
-    "every": (OURS, *(updates(f"every {every}", f"--every {every}") for every in (2, 4, 8, 16))),
+    "every, own weights keep what is owed": (
+        OURS, updates("every 2", "--every 2"),
+        *(updates(f"every {every}", f"--every {every} {KEEP}") for every in (4, 8, 16)),
+    ),
+    "every, own weights forget what is owed": (
+        *(updates(f"every {every}, forgetting", f"--every {every} {FORGET}", lr=0.02) for every in (1, 2)),
+        *(updates(f"every {every}, forgetting", f"--every {every}", lr=0.02) for every in (4, 8, 16)),
+    ),
+    "which entries, every 4 steps, own weights forget what is owed": (
+        updates("largest 0.03", "--density 0.03 --every 4", lr=0.02),
+        updates("largest 0.12", "--density 0.12 --every 4", lr=0.02),
+        updates("largest 0.06, int8", "--wire int8 --every 4", lr=0.02),
+        updates("largest 0.06 with a global cut (oktopk)", "--algorithm oktopk --every 4", lr=0.02),
+        updates("in turn 0.3", f"--algorithm randomk --every 4 {FORGET}", lr=0.02),
+    ),
     "density, in turn, codebook2": (
         *(updates(f"in turn, {density}", f"--density {density}") for density in (0.02, 0.05, 0.1, 0.14)), OURS
     ),
     "wire, in turn, density 0.3": (
         OURS, *(updates(f"0.3, {wire}", f"--wire {wire}") for wire in ("int4", "int8", "float32"))
     ),
-    "as few bytes as SparseLoCo": tuple(
-        updates(f"in turn, 0.13, every {every}", f"--density 0.13 --every {every}") for every in (1, 4, 15)
+    "in turn with as few bytes as SparseLoCo": (
+        updates("in turn, 0.13, every 1", "--density 0.13 --every 1"),
+        *(updates(f"in turn, 0.13, every {every}", f"--density 0.13 --every {every} {KEEP}") for every in (4, 15)),
     ),
     "the largest instead (oktopk)": (
         *(largest(f"largest, {density}, int8", density) for density in (0.01, 0.02, 0.05, 0.1)),
@@ -116,6 +141,10 @@ SWEEPS: Mapping[str, tuple[Setting, ...]] = {
         rival("what is owed decays by 0.99", "ablation --settings decay 0.99"),
     ),
 }  # fmt: skip
+
+
+IN_TURN = [name for name in SWEEPS if "turn" in name or "keep" in name]
+FORGETTING = [name for name in SWEEPS if "forget" in name]
 
 
 def main(data: Path | None) -> None:
@@ -215,8 +244,9 @@ def fewer(found: list[dict[str, Any]]) -> float:
 def draw(kept: list[dict[str, Any]]) -> None:
     """Means over seeds: loss over how many times fewer bytes."""
     groups = {
-        "updates, in turn": ("c2", [one for sweep in list(SWEEPS)[:4] for one in SWEEPS[sweep]]),
-        "updates, the largest or a mixture": ("c0", list(SWEEPS["the largest instead (oktopk)"][:-1])),
+        "updates, own weights keep what is owed": ("c2", [one for sweep in IN_TURN for one in SWEEPS[sweep]]),
+        "updates, own weights forget it": ("c1", [one for sweep in FORGETTING for one in SWEEPS[sweep]]),
+        "updates, the largest or a mixture, kept": ("c0", list(SWEEPS["the largest instead (oktopk)"][:-1])),
         "DiLoCo": ("c4", [one for one in best_of_all(kept) if "diloco" in one.flags]),
         "SPARTA": ("c5", [one for one in best_of_all(kept) if "sparta" in one.flags]),
         "SparseLoCo": ("c3", [one for one in best_of_all(kept) if "sparseloco" in one.flags]),

@@ -314,11 +314,15 @@ class LocalSteps:
         return self._weights.owed()
 
     def finish(self) -> None:
-        """One dense mean of what is owed: all ranks end with the same weights. Every rank must call it."""
+        """One dense mean of what own weights hold back: all ranks end with the same weights. Every rank must call it.
+
+        That is all that is owed, or with `keep_owed=False` the steps since the last synchronisation: what own weights
+        forgot stays owed, since weights that learned to do without would be worse with it.
+        """
         self._refuse_while_lent("finish()")
         if self.world_size == 1:
             return
-        self._reductions.finish(self._last_step)
+        self._reductions.finish(self._last_step, are_equal=not self._since and not self.reducer.config.keep_owed)
         self._since = 0
         self._written = self._weights.written()
 

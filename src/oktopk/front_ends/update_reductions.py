@@ -42,7 +42,7 @@ class UpdateReductions:
         """Whether they are applied later: when the next one starts."""
         return self._updates.deferred
 
-    def start(self, step: int, dense: bool = False) -> None:
+    def start(self, step: int, dense: bool = False, only_buffers: bool = False) -> None:
         """Reduce what changed up to a step, after what is under way. Without overlap it is done on return."""
         self.complete()
         self.count += 1
@@ -50,7 +50,10 @@ class UpdateReductions:
             self._weights.find_moving()
         self._gradients.average_buffers_(self._weights.moving)
         terms = describe(self._optimizers)
-        given = [(v.own(), Request(step=step, terms=terms, dense=dense or v.dense)) for v in self._weights.vectors]
+        vectors = self._weights.moving if only_buffers else self._weights.vectors
+        if not vectors:
+            return
+        given = [(v.own(), Request(step=step, terms=terms, dense=dense or v.dense)) for v in vectors]
         if self.overlap:
             for own, request in given:  # before any is submitted: kernels serve one thread at a time
                 self._choose(own, step, request.dense)
@@ -68,12 +71,16 @@ class UpdateReductions:
         k = pipeline.k_at(step, own.numel) if only_some else 0
         self._updates.choose(own, k, pipeline.algorithm_of(own.layout).ask_ahead)
 
-    def finish(self, step: int) -> None:
-        """Reduce all that is owed, densely, and apply it at once."""
+    def finish(self, step: int, are_equal: bool) -> None:
+        """Reduce all that own weights hold back, densely, and apply it at once.
+
+        `are_equal`: own weights are the shared ones already, on every rank; buffers may still have to be averaged.
+        """
         self.complete()
         deferred, self._updates.deferred = self._updates.deferred, False
         try:
-            self.start(step, dense=True)
+            with self._updates.forgotten_set_aside():
+                self.start(step, dense=True, only_buffers=are_equal)
         finally:
             self._updates.deferred = deferred
 

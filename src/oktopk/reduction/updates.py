@@ -205,6 +205,19 @@ class Updates:
         weights = self._of(own)
         return weights.shared[:0] if self.keep_owed or weights.owed is None else weights.owed.clone()
 
+    @contextmanager
+    def forgotten_set_aside(self) -> Iterator[None]:
+        """Inside, only what own weights hold is reduced, and not what they have forgotten, which stays owed."""
+        those = [] if self.keep_owed else list(self._weights.values())
+        aside = [(weights, weights.owed) for weights in those if weights.owed is not None]
+        for weights, owed in aside:
+            weights.owed = torch.zeros_like(owed)
+        try:
+            yield
+        finally:
+            for weights, owed in aside:
+                weights.owed = owed.add_(weights.owed if weights.owed is not None else 0.0)
+
     def restore(self, own: Gradient, shared: Tensor, owed: Tensor) -> None:
         """Continue with these shared weights. `owed` is what own weights, as they are now, do not hold of it."""
         self.begin(own)

@@ -38,8 +38,7 @@ class TrainConfig:
     reduce: Literal["gradients", "updates"] | None = None  # updates: workers (or hosts) step, changes are summed;
     # None: the preset's, or gradients if an algorithm, a density or a warm-up is named
     every: int | Literal["auto"] = 1  # steps between synchronisations of updates; auto: a tenth of the time
-    keep_owed: bool | None = None  # a worker's weights contain what it has not sent; None: not if every is 4 or more
-    # and the optimizer adamw
+    keep_owed: bool | None = None  # weights contain what their worker did not send; None: not if adamw, every 4 or more
     wire: str | None = None  # float32, float16, bfloat16, int8, int4, codebook2; None: float32, for updates narrower
     hosts: int | Literal["auto"] = "auto"  # workers of a host, which sum densely first; auto: find out; 1: none do
     min_numel: int = 1024  # parameters smaller than this go dense

@@ -58,5 +58,5 @@ class Ablation:
         own.copy_(self._shared - self._owed if self._keeps else self._shared)
 
     def finish_(self, own: Tensor) -> None:
-        """Everything that is owed arrives, with the steps since the last synchronisation."""
-        mean_(own if self._keeps else own.sub_(self._owed), self._transport)
+        """What own weights contain arrives: all that is owed, or the steps since the last synchronisation alone."""
+        mean_(own, self._transport)
