@@ -255,6 +255,8 @@ def test_the_trainer_chooses_alike() -> None:
     assert (often.algorithm, often.keep_owed) == ("randomk", True)
     assert recipe(every=4, optimizer="sgd").keep_owed and recipe(every=4, keep_owed=True).algorithm == "randomk"
     assert not recipe(keep_owed=False).keep_owed
+    config = TrainConfig(workload="speech", reduce="updates", every=4)
+    assert config.recipe(Recipe(optimizer="adamw", keep_owed=True), 2).keep_owed, "as the preset says"
     with pytest.raises(ConfigError, match="keep_owed is for --reduce updates"):
         TrainConfig(workload="gpt", reduce="gradients", keep_owed=False)
 

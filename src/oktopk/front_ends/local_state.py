@@ -77,7 +77,8 @@ def _owed_in_all(saved: Mapping[str, Any], shared: Mapping[str, Tensor]) -> dict
     """What own weights do not contain, and what they have changed since they were the shared ones."""
     return {
         name: part + (shared[name].to(own.dtype).to(part.dtype) - own.to(part.dtype)).view_as(part)
-        for (name, part), own in zip(saved["forgotten"].items(), saved["own"].values(), strict=True)
+        for name, part in saved["forgotten"].items()
+        for own in [saved["own"][name]]
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from math import inf
 from time import perf_counter
 from typing import Any
@@ -15,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
-from oktopk.config import RARELY, Density, update_defaults
+from oktopk.config import RARELY, Density, UpdateDefaults, update_defaults
 from oktopk.errors import CheckpointError, ConfigError, OkTopkError, UnsupportedError
 from oktopk.front_ends.advice import is_adam_like, scales_layers
 from oktopk.front_ends.every import Every, interval
@@ -91,22 +92,26 @@ def local_steps(
     if "reduce" in options:
         raise ConfigError("local_steps takes no reduce: it is updates that it reduces.")
     _complete_options(options, module, ddp, overlap, scaler)
-    usual = update_defaults(algorithm, _is_rare(every, optimizers, overlap) if keep_owed is None else not keep_owed)
-    keeps = usual.keep_owed if keep_owed is None else keep_owed
-    if overlap and not keeps:
-        raise ConfigError(
-            "overlap=True and keep_owed=False do not go together: own weights cannot go on from shared weights that "
-            "are still on their way. Leave one of them out."
-        )
-    reducer = Reducer(
-        usual.algorithm, usual.density if density is None else density, wire=wire or usual.wire, reduce="updates",
-        keep_owed=keeps, **options,
-    )  # fmt: skip
+    usual = _usual(algorithm, keep_owed, overlap, _is_rare(every, optimizers, overlap))
+    density, wire = usual.density if density is None else density, wire or usual.wire
+    reducer = Reducer(usual.algorithm, density, wire=wire, reduce="updates", keep_owed=usual.keep_owed, **options)
     try:
         return LocalSteps(module, optimizers, reducer, every, overlap, scaler, ddp)
     except BaseException:
         reducer.close()
         raise
+
+
+def _usual(algorithm: str | None, keep_owed: bool | None, overlap: bool, is_rare: bool) -> UpdateDefaults:
+    """What travels unless the user says otherwise, and where the rest is owed."""
+    if keep_owed is None:
+        return update_defaults(algorithm, is_rare)
+    if overlap and not keep_owed:
+        raise ConfigError(
+            "overlap=True and keep_owed=False do not go together: own weights cannot go on from shared weights that "
+            "are still on their way. Leave one of them out."
+        )
+    return replace(update_defaults(algorithm, not keep_owed), keep_owed=keep_owed)
 
 
 def _is_rare(every: Every, optimizers: Sequence[Optimizer], overlap: bool) -> bool:

@@ -155,8 +155,9 @@ class TrainConfig:
         """Updates need no dense steps. Under AdamW they want a rate that is larger by the root of the number of ranks
         or hosts that step by themselves, whose gradients are noisier than the mean of all; and twice the rise of it."""
         optimizer = self.optimizer or base.optimizer
+        keeps = base.keep_owed if self.keep_owed is None else self.keep_owed
         rarely = self.every != "auto" and self.every >= RARELY and optimizer == "adamw"
-        usual = update_defaults(self.algorithm, rarely if self.keep_owed is None else not self.keep_owed)
+        usual = update_defaults(self.algorithm, rarely if keeps is None else not keeps)
         base = replace(base, reduce="updates", warmup_steps=0, **asdict(usual))
         if optimizer != "adamw" or steppers == 1:
             return base
