@@ -120,6 +120,26 @@ def test_a_rank_that_is_slow_to_ask_still_reads_who_died_first(
         assert wait([lingering], timeout=2.0).done
 
 
+def test_who_left_with_the_store_has_said_who_died(witnesses: list[Witness]) -> None:
+    """To a rank that looks long after, the dead and who left because of it are both gone, and so is the store."""
+    witnesses[1].close()
+    fault = witnesses[0].find()
+    assert fault == Fault(1, VANISHED)
+    witnesses[0].note(fault)
+    witnesses[0].close()
+    witnesses[2]._is_store_lost = True
+    assert witnesses[2].find() == fault
+
+
+@pytest.mark.parametrize("word", [b"", b"hello", b"[1, 2]", b'{"rank": 77, "error": "x"}', b'{"rank": [], "error": 0}'])
+def test_words_of_strangers_are_no_notes(witnesses: list[Witness], word: bytes) -> None:
+    with socket.create_connection(witnesses[2]._listener.getsockname()) as stranger:
+        stranger.sendall(word)
+    witnesses[1].close()
+    witnesses[2]._is_store_lost = True
+    assert witnesses[2].find() == Fault(1, VANISHED)
+
+
 def test_a_lost_store_is_survived(witnesses: list[Witness], monkeypatch: pytest.MonkeyPatch) -> None:
     class Lost:
         def __getattr__(self, name: str) -> Any:

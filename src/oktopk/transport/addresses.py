@@ -10,7 +10,7 @@ import selectors
 import socket
 import struct
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from time import monotonic
 
@@ -22,6 +22,7 @@ _LOOPBACK = "127.0.0.1"
 _GET_INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR of netdevice(7)
 _IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 _LINK_LOCAL = "fe80"
+_WORD_BYTES = 1 << 16  # of which the rest of a longer word is not read
 
 
 def own_host() -> str:
@@ -58,11 +59,36 @@ def watch_all(addresses: Mapping[int, Address], seconds: float) -> dict[int, Ans
     return _Calls(addresses).answers(seconds, watch=True)
 
 
+def tell_all(addresses: Mapping[int, Address], word: bytes, seconds: float) -> None:
+    """Leave a word at all ranks' ports, where it lies until they take their calls, also when this process has ended."""
+    _Calls(addresses, word).answers(seconds, watch=False)
+
+
+def take_calls(listener: socket.socket) -> list[socket.socket]:
+    """Those that wait at a port. They must stay open: who is still on the line would take this rank for dead."""
+    listener.setblocking(False)
+    calls = []
+    with suppress(OSError):
+        while True:
+            calls.append(listener.accept()[0])
+    return calls
+
+
+def word_of(call: socket.socket) -> bytes:
+    """What the caller said, if it said something; a word is heard once."""
+    call.setblocking(False)
+    word = b""
+    with suppress(OSError):
+        while len(word) < _WORD_BYTES and (more := call.recv(_WORD_BYTES)):
+            word += more
+    return word
+
+
 class _Calls:
     """Connections to many ports, made at the same time."""
 
-    def __init__(self, addresses: Mapping[int, Address]) -> None:
-        self._addresses = addresses
+    def __init__(self, addresses: Mapping[int, Address], word: bytes = b"") -> None:
+        self._addresses, self._word = addresses, word
         self._answers = dict.fromkeys(addresses, Answer.UNKNOWN)
 
     def answers(self, seconds: float, watch: bool) -> dict[int, Answer]:
@@ -98,6 +124,9 @@ class _Calls:
         else:
             answer = _meaning(call.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
         self._answers[key.data] = answer
+        if self._word and answer is Answer.ALIVE:
+            with suppress(OSError):
+                call.send(self._word)
         if watch and answer is Answer.ALIVE:
             selector.modify(call, selectors.EVENT_READ, key.data)
         else:

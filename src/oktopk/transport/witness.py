@@ -3,7 +3,7 @@
 A backend says that a connection broke, not whose. So each rank listens on a port that it never answers: as long as it
 lives, the kernel accepts connections there, however busy it is; when it dies, the kernel refuses or resets them. A rank
 that fails, or finds out who died, writes that down in the store of the process group before it leaves, and the first
-note is what all others report.
+note is what all others report. It also leaves its note at their ports: the store may be gone before they look.
 """
 
 from __future__ import annotations
@@ -13,12 +13,23 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
+from socket import socket
 from time import monotonic
 from typing import TypeVar
 
 from torch._C._distributed_c10d import Store
 
-from oktopk.transport.addresses import Address, Answer, call_all, listen, own_host, watch_all
+from oktopk.transport.addresses import (
+    Address,
+    Answer,
+    call_all,
+    listen,
+    own_host,
+    take_calls,
+    tell_all,
+    watch_all,
+    word_of,
+)
 from oktopk.transport.base import Fault
 from oktopk.transport.bounded_store import BoundedStore
 from oktopk.transport.links import DUTY
@@ -26,6 +37,7 @@ from oktopk.transport.rendezvous import Rendezvous
 
 # All waits after a failed collective together stay below the 5 seconds of docs/resuming-and-faults.md.
 CALL_SECONDS = 1.0  # for all peers together to answer, and for a dying one to be cut off
+TELL_SECONDS = 0.25  # for all peers together to be left a note
 STORE_SECONDS = 1.0  # for the store to answer; after that it counts as lost
 REPORT_SECONDS = 2.0  # for the others to find out too: more than one round of calls
 LINGER_SECONDS = 1.5  # at least, for the others to read the store of a rank that leaves
@@ -52,9 +64,10 @@ class Witness:
         self._is_store_lost = False  # with the process that held it
         self._answers: dict[int, Answer] = {}  # to the last calls
         self._asked_at: float | None = None  # when it was first looked for who is to blame
+        self._calls: list[socket] = []  # that were taken
         host = own_host()
-        # Nobody takes calls off the queue: there is room for each peer's call of today and its last one.
-        self._listener = listen(host, backlog=2 * len(ranks) + 8)
+        # Calls are taken off the queue in the end only: there is room for each peer's first and last one, and its note.
+        self._listener = listen(host, backlog=3 * len(ranks) + 8)
         try:
             rendezvous = Rendezvous(store, ranks, rank)
             words = rendezvous.meet(json.dumps([host, self._listener.getsockname()[1]]), timeout, DUTY)
@@ -73,12 +86,16 @@ class Witness:
         return {peer: address for peer, address in addresses.items() if answers[peer] is Answer.ALIVE}
 
     def close(self) -> None:
-        self._listener.close()
+        for call in (self._listener, *self._calls):
+            call.close()
         self.store.close()
 
     def note(self, fault: Fault) -> None:
         """Let peers read it, unless another note was first."""
-        self._ask_store(lambda it: it.compare_set("fault", "", json.dumps(asdict(fault))))
+        text = json.dumps(asdict(fault))
+        self._ask_store(lambda it: it.compare_set("fault", "", text))
+        others = {peer: address for peer, address in self._reachable.items() if peer != fault.rank}
+        tell_all(others, text.encode(), TELL_SECONDS)
 
     def linger(self, fault: Fault) -> None:
         """After leaving: the rank that holds the store waits until the others have read the note in it.
@@ -102,7 +119,7 @@ class Witness:
         dead = self._peers_that(Answer.DEAD)
         if dead:
             # One of them may have left because it saw the other die; then it has said so before.
-            return self._read() or Fault(dead[0], VANISHED)
+            return self._read() or self._heard() or Fault(dead[0], VANISHED)
         return None
 
     def find_late(self) -> Fault | None:
@@ -121,6 +138,9 @@ class Witness:
         return Fault(silent[0], SILENT) if silent else Fault(late[0], LATE)
 
     def _suspect_without_store(self) -> Fault | None:
+        heard = self._heard()
+        if heard is not None:
+            return heard
         silent = self._peers_that(Answer.UNKNOWN)
         if silent:
             return Fault(silent[0], SILENT)
@@ -133,6 +153,16 @@ class Witness:
     def _read(self) -> Fault | None:
         text = self._ask_store(lambda it: it.get("fault") if it.check(["fault"]) else None)
         return Fault(**json.loads(text)) if text else None
+
+    def _heard(self) -> Fault | None:
+        """What a rank that has left since said to this one."""
+        self._calls += take_calls(self._listener)
+        for word in filter(None, map(word_of, self._calls)):
+            with suppress(ValueError, TypeError):  # whoever may call here
+                fault = Fault(**json.loads(word))
+                if fault.rank in range(self._world_size):
+                    return fault
+        return None
 
     def _wait_for(self, keys: Sequence[str], seconds: float) -> None:
         """Until all are there, or `seconds` have passed."""
