@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from math import inf
 from time import perf_counter
 from typing import Any
@@ -16,11 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
-from oktopk.config import RARELY, Density, UpdateDefaults, update_defaults
+from oktopk.config import Density
 from oktopk.errors import CheckpointError, ConfigError, OkTopkError, UnsupportedError
-from oktopk.front_ends.advice import is_adam_like, scales_layers
 from oktopk.front_ends.every import Every, interval
 from oktopk.front_ends.host_gradients import HostGradients
+from oktopk.front_ends.local_defaults import chosen_updates
 from oktopk.front_ends.local_state import inherit, inherit_same, load_optimizer_state, optimizer_state
 from oktopk.front_ends.options import LocalOptions
 from oktopk.front_ends.quiet import QuietDDP, count_skipped_steps
@@ -92,7 +91,7 @@ def local_steps(
     if "reduce" in options:
         raise ConfigError("local_steps takes no reduce: it is updates that it reduces.")
     _complete_options(options, module, ddp, overlap, scaler)
-    usual = _usual(algorithm, keep_owed, overlap, _is_rare(every, optimizers, overlap))
+    usual = chosen_updates(algorithm, keep_owed, every, optimizers, overlap)
     density, wire = usual.density if density is None else density, wire or usual.wire
     reducer = Reducer(usual.algorithm, density, wire=wire, reduce="updates", keep_owed=usual.keep_owed, **options)
     try:
@@ -100,24 +99,6 @@ def local_steps(
     except BaseException:
         reducer.close()
         raise
-
-
-def _usual(algorithm: str | None, keep_owed: bool | None, overlap: bool, is_rare: bool) -> UpdateDefaults:
-    """What travels unless the user says otherwise, and where the rest is owed."""
-    if keep_owed is None:
-        return update_defaults(algorithm, is_rare)
-    if overlap and not keep_owed:
-        raise ConfigError(
-            "overlap=True and keep_owed=False do not go together: own weights cannot go on from shared weights that "
-            "are still on their way. Leave one of them out."
-        )
-    return replace(update_defaults(algorithm, not keep_owed), keep_owed=keep_owed)
-
-
-def _is_rare(every: Every, optimizers: Sequence[Optimizer], overlap: bool) -> bool:
-    """Whether ranks step by themselves so often that they had better go on from the same weights."""
-    is_often = isinstance(every, int) and every >= RARELY
-    return is_often and not overlap and all(is_adam_like(one) and not scales_layers(one) for one in optimizers)
 
 
 def _complete_options(
