@@ -101,7 +101,7 @@ class SharedWeights:
     def _joined(self, vector: Weights, of_part: Callable[[Gradient], Tensor]) -> dict[str, Tensor]:
         """By name, what all parts of a vector have; a copy."""
         parts = self._split(vector.own())
-        slices = [zip((name for name, _ in part.layout), _split(of_part(part), part), strict=True) for part in parts]
+        slices = [zip((name for name, _ in part.layout), part.cut(of_part(part)), strict=True) for part in parts]
         return join([{name: piece.clone() for name, piece in pairs} for pairs in slices])
 
     # -- lending -------------------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ class SharedWeights:
             if shared.dtype != own.dtype:
                 self._exchange_rounded(index, own, shared)
                 continue
-            for piece, part in zip(own.pieces, _split(shared, own), strict=True):
+            for piece, part in zip(own.pieces, own.cut(shared), strict=True):
                 before = piece.clone()
                 piece.copy_(part)
                 part.copy_(before)
@@ -145,7 +145,7 @@ class SharedWeights:
         aside = self._set_aside.pop(index, None)
         if aside is None:
             self._set_aside[index] = tuple(piece.clone() for piece in own.pieces)
-            aside = _split(shared, own)
+            aside = own.cut(shared)
         for piece, part in zip(own.pieces, aside, strict=True):
             piece.copy_(part)
 
@@ -199,7 +199,3 @@ def _bits(tensor: Tensor) -> int:
     """A sum of its bits, as whole numbers."""
     widths = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     return int(flat(tensor).view(widths[tensor.element_size()]).sum(dtype=torch.int64))
-
-
-def _split(vector: Tensor, like: Gradient) -> tuple[Tensor, ...]:
-    return tuple(vector.split([piece.numel() for piece in like.pieces]))

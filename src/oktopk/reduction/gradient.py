@@ -99,6 +99,10 @@ class Gradient:
         """What came of each of `parts`, of which this rank has reduced one."""
         return [(self, reduced)]
 
+    def cut(self, vector: Tensor) -> tuple[Tensor, ...]:
+        """A flat vector over the same layout, in pieces as these are."""
+        return tuple(vector.split([piece.numel() for piece in self.pieces]))
+
     def receive_(self, mean: Vector, kernels: Kernels) -> SparseVector | None:
         """Become the mean over ranks; what rounding took from each entry, if it took anything."""
         if not isinstance(mean, SparseVector):

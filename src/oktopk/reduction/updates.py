@@ -73,7 +73,7 @@ class Updates:
         if own.dtype != dtype:
             weights.before = tuple(piece.clone() for piece in own.pieces)
         elif not self.keep_owed:
-            weights.before = _split(weights.shared, own)
+            weights.before = own.cut(weights.shared)
         self._weights[own.layout] = weights
 
     def choose(self, own: Gradient, k: int, ask_ahead: Callable[[Difference, int], None]) -> None:
@@ -159,7 +159,7 @@ class Updates:
     def _take_back_(self, own: Gradient) -> None:
         weights = self._of(own)
         weights.source = None
-        good = weights.before or _split(weights.shared, own)
+        good = weights.before or own.cut(weights.shared)
         for (name, _), piece, fallback in zip(own.layout, own.pieces, good, strict=True):
             bad = ~piece.isfinite()
             if bad.any():
@@ -226,7 +226,7 @@ class Updates:
         if weights.owed is not None:
             weights.owed.copy_(owed)
         if not self.keep_owed:
-            for before, part in zip(weights.before, _split(weights.shared, own), strict=True):
+            for before, part in zip(weights.before, own.cut(weights.shared), strict=True):
                 before.copy_(part)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -278,8 +278,10 @@ class Updates:
         weights = self._of(own)
         if weights.owed is None:
             return
-        weights.owed += self._change(own, weights)
-        for before, piece, shared in zip(weights.before, own.pieces, _split(weights.shared, own), strict=True):
+        dtype = weights.shared.dtype
+        parts = zip(own.cut(weights.owed), weights.before, own.pieces, own.cut(weights.shared), strict=True)
+        for owed, before, piece, shared in parts:
+            owed += before.to(dtype) - piece.to(dtype)
             if not self.keep_owed:
                 piece.copy_(shared)
             if before.data_ptr() != shared.data_ptr():
@@ -291,15 +293,14 @@ class Updates:
 
     def _apply_dense(self, own: Gradient, weights: _Weights, arrived: Reduced) -> None:
         mean = to_dense(arrived.mean)
-        sizes = [piece.numel() for piece in own.pieces]
         if arrived.sent is None:
             weights.shared.sub_(mean)
             weights.energy = 0.0
-            for piece, part in zip(own.pieces, weights.shared.split(sizes), strict=True):
+            for piece, part in zip(own.pieces, own.cut(weights.shared), strict=True):
                 piece.copy_(part)
             return
         weights.shared.sub_(mean)
-        for piece, part in zip(own.pieces, (mean - to_dense(arrived.sent)).split(sizes), strict=True):
+        for piece, part in zip(own.pieces, own.cut(mean - to_dense(arrived.sent)), strict=True):
             piece.sub_(part)
         weights.energy = sum_of_squares(self.owed(own))
 
@@ -313,15 +314,11 @@ class Updates:
             weights.owed.zero_()
         else:
             _subtract(weights.owed, arrived.sent)
-        parts = zip(weights.before, own.pieces, _split(weights.shared, own), _split(weights.owed, own), strict=True)
+        parts = zip(weights.before, own.pieces, own.cut(weights.shared), own.cut(weights.owed), strict=True)
         for (before, piece, shared, owed), places in zip(parts, _touched(arrived, own), strict=True):
             piece[places] = (shared[places] - owed[places] if self.keep_owed else shared[places]).to(piece.dtype)
             before[places] = piece[places]
         weights.energy = sum_of_squares(weights.owed)
-
-
-def _split(vector: Tensor, like: Gradient) -> tuple[Tensor, ...]:
-    return tuple(vector.split([piece.numel() for piece in like.pieces]))
 
 
 def _subtract(vector: Tensor, amount: Vector) -> None:
