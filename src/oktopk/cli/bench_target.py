@@ -59,7 +59,7 @@ class BenchTarget:
     evaluations: int = 20  # looks at the quality of a training
     measured: bool = False  # let every step of every training cross the network, instead of replaying it
     checked: tuple[str, ...] | None = None  # whose replay is compared with a measured training; None: updates
-    seconds: float = 4.0  # of timing per contender and network; slow ones still get three steps of each kind
+    seconds: float = 4.0  # of timing per contender and network; slow ones still get four steps of each kind
     parts: tuple[Literal["trainings", "timings", "measured"], ...] = ("trainings", "timings", "measured")  # what to do
     # in this call; the page is made of all that is there
     runs: Path = Path("runs/target")  # where trainings and timings are kept
@@ -74,7 +74,8 @@ class BenchTarget:
         known = self._known(sweep)
         if known:
             sweep = replace(sweep, parameters=known.parameters)
-        wanted = [piece for piece in pieces(sweep, self.parts) if not (known and known.has(piece))]
+        asked = pieces(sweep, self.parts)
+        wanted = [rest for piece in asked if (rest := known.rest_of(piece))] if known else asked
         require_emulation(wanted)
         with _progress(len(wanted)) as hear:
             make_all(wanted, hear)

@@ -28,8 +28,9 @@ networks of several rates, each contender as a user would run it. This page is g
 - **Quality** comes from one whole training per contender and seed, with real ranks on loopback: it does not depend on
   the network. It is that of the mean of all ranks' weights, as if training ended there.
 - **Time** is that training replayed: so many dense steps, local steps, steps with an exchange, and the mean that ends
-  it, each with what it takes on emulated hosts whose links have the rate. Real batches, real optimizers; looking at
-  quality, starting up and reading data for the first time are not counted. Ranks share the cores of one machine:
+  it, each with what it takes on emulated hosts whose links have the rate. All contenders are timed in the same
+  processes, in turns, four times: a slow minute of the machine is everybody's. Real batches, real optimizers; looking
+  at quality, starting up and reading data for the first time are not counted. Ranks share the cores of one machine:
   computation is slower than on machines of their own.
 - **The target** is what DDP dense reaches at the end of its recipe (the mean of its seeds), within 1%, unless a section
   says otherwise. *Time*, *steps* and *sent* are those until the first evaluation that reaches it, the mean over seeds;

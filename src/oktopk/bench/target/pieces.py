@@ -144,50 +144,70 @@ class Training:
 
 @dataclass(frozen=True)
 class Timing:
-    """What steps of a contender take on a network."""
+    """What steps of contenders take on a network, timed together."""
 
     runs: Path
-    job: Job
+    jobs: tuple[Job, ...]  # alike but for the contender
     network: Network
-    seconds: float
+    seconds: float  # for each
     parameters: Callable[[], int]  # known once something was trained
 
     part = TIMINGS
 
     @property
     def name(self) -> str:
-        return "-".join(["steps", *_where(self.job, self.network)])
+        job = self.jobs[0]
+        return "-".join(["steps", *_which(job), self.network.label])
 
-    @property
-    def path(self) -> Path:
-        return self.runs / f"{self.name}.json"
+    def path(self, job: Job) -> Path:
+        return self.runs / f"{'-'.join(['steps', *_where(job, self.network)])}.json"
 
     def is_finished(self) -> bool:
-        if not self.path.is_file():
-            return False
-        _require_same(self.path, read_json(self.path)["asked"], self._asked())
-        return True
+        return not self._missing()
 
     def make(self, say: Say) -> None:
-        arguments = {"job": asdict(self.job), "dense_steps": self._dense_steps(), "seconds": self.seconds}
-        with _cluster(self.job.hosts, self.network) as cluster:
-            records = run_ranks(cluster, "oktopk.bench.target.training:time_steps", arguments, LONGEST)
+        jobs = self._missing()
+        arguments = {
+            "jobs": [asdict(job) for job in jobs], "dense_steps": self._dense_steps(), "seconds": self.seconds,
+        }  # fmt: skip
+
+        def hear(record: Record) -> None:
+            if "done" in record:
+                say(record["done"] / record["of"])
+
+        with _cluster(jobs[0].hosts, self.network) as cluster:
+            records = run_ranks(cluster, "oktopk.bench.target.timing:time_steps", arguments, LONGEST, hear)
         self.runs.mkdir(parents=True, exist_ok=True)
-        write_json(self.path, {"asked": self._asked(), "costs": records[0][-1]})
+        found = [record["costs"] for record in records[0] if "costs" in record]
+        for job, costs in zip(jobs, found, strict=True):
+            write_json(self.path(job), {"asked": self._asked(job), "costs": costs})
 
-    def costs(self) -> Costs:
-        found = dict(read_json(self.path)["costs"])
-        del found["parameters"]
-        return Costs(self.job.contender, self.job.hosts, self.network.label, **found)
+    def costs(self) -> list[Costs]:
+        """Of those who are timed already."""
+        missing = self._missing()
+        return [
+            Costs(job.contender, job.hosts, self.network.label, **read_json(self.path(job))["costs"])
+            for job in self.jobs if job not in missing
+        ]  # fmt: skip
 
-    def _asked(self) -> dict[str, Any]:
+    def _missing(self) -> list[Job]:
+        return [job for job in self.jobs if not self._is_known(job)]
+
+    def _is_known(self, job: Job) -> bool:
+        path = self.path(job)
+        if not path.is_file():
+            return False
+        _require_same(path, read_json(path)["asked"], self._asked(job))
+        return True
+
+    def _asked(self, job: Job) -> dict[str, Any]:
         """What step times depend on: not the seed, nor how often quality is looked at."""
-        return asdict(replace(self.job, seed=0, evaluations=1)) | {"seconds": self.seconds}
+        return asdict(replace(job, seed=0, evaluations=1)) | {"seconds": self.seconds}
 
     def _dense_steps(self) -> int:
         """As many as fit into the time, of those that stand before others."""
         rate = (self.network.bits_per_second or 1e12) * FRAMING / 8
-        each = all_reduce_bytes(4 * self.parameters(), self.job.hosts) / rate
+        each = all_reduce_bytes(4 * self.parameters(), self.jobs[0].hosts) / rate
         return max(LEAST_DENSE, min(MOST_DENSE, int(self.seconds / each)))
 
 
@@ -212,9 +232,8 @@ def _all(sweep: Sweep) -> Iterator[Piece]:
     yield from trainings
     for network in sweep.networks:
         for hosts in sweep.hosts:
-            for contender in sweep.contenders:
-                job = replace(sweep.job(contender, hosts), evaluations=1)
-                yield Timing(sweep.runs, job, network, sweep.seconds, lambda: parameters(sweep))
+            jobs = tuple(replace(sweep.job(contender, hosts), evaluations=1) for contender in sweep.contenders)
+            yield Timing(sweep.runs, jobs, network, sweep.seconds, lambda: parameters(sweep))
             for contender in sweep.checked:
                 yield Training(sweep.runs, replace(sweep.job(contender, hosts), evaluations=1), network, is_check=True)
 
@@ -246,9 +265,13 @@ def _cluster(hosts: int, network: Network | None) -> Iterator[Cluster]:
 
 
 def _where(job: Job, network: Network | None) -> list[str]:
-    preset = [job.preset] if job.preset else []
     across = [network.label] if network else []
-    return [job.workload, *preset, f"{job.hosts}hosts", re.sub(r"[^a-z0-9.]+", "-", job.contender), *across]
+    return [*_which(job), re.sub(r"[^a-z0-9.]+", "-", job.contender), *across]
+
+
+def _which(job: Job) -> list[str]:
+    """What contenders of a race have in common."""
+    return [job.workload, *([job.preset] if job.preset else []), f"{job.hosts}hosts"]
 
 
 def _require_same(path: Path, found: Mapping[str, Any], asked: Mapping[str, Any]) -> None:

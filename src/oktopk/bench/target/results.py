@@ -63,12 +63,16 @@ class Results:
     def seeds_of(self, contender: str, hosts: int) -> int:
         return len({seed for name, there, seed in self._ran() if (name, there) == (contender, hosts)})
 
-    def has(self, piece: Piece) -> bool:
-        """Whether this piece of a sweep is known."""
-        job = piece.job
+    def rest_of(self, piece: Piece) -> Piece | None:
+        """What of a piece of a sweep is not known yet."""
         if isinstance(piece, Timing):
-            return self.costs_of(job.contender, job.hosts, piece.network.label) is not None
-        who = (job.contender, job.hosts, job.seed)
+            label = piece.network.label
+            jobs = tuple(job for job in piece.jobs if not self.costs_of(job.contender, job.hosts, label))
+            return replace(piece, jobs=jobs) if jobs else None
+        return None if self._has(piece) else piece
+
+    def _has(self, piece: Training) -> bool:
+        who = (piece.job.contender, piece.job.hosts, piece.job.seed)
         if piece.network is None:
             return who in map(_who, self.trained)
         return any((_who(one), one.network) == (who, piece.network.label) for one in self.measured)
@@ -133,8 +137,8 @@ def known_results(path: Path, sweep: Sweep) -> Results | None:
 
 def collect(sweep: Sweep, target: float | None, command: str, known: Results | None = None) -> Results:
     """What is finished of a sweep, with what was known before."""
-    there = [piece for piece in pieces(sweep) if piece.is_finished()]
-    trainings = [piece for piece in there if isinstance(piece, Training)]
+    wanted = pieces(sweep)
+    trainings = [piece for piece in wanted if isinstance(piece, Training) and piece.is_finished()]
     if trainings:
         about = RunDirectory.open(trainings[0].path).config
     elif known is not None:
@@ -146,7 +150,7 @@ def collect(sweep: Sweep, target: float | None, command: str, known: Results | N
         about["metric"], about["lower_is_better"], target, sweep.seeds,
         {one.label: one.bits_per_second or 0.0 for one in sweep.networks},
         tuple(piece.trained() for piece in trainings if piece.network is None),
-        tuple(piece.costs() for piece in there if isinstance(piece, Timing)),
+        tuple(costs for piece in wanted if isinstance(piece, Timing) for costs in piece.costs()),
         tuple(piece.crossing() for piece in trainings if piece.network is not None), sweep.measured,
     )  # fmt: skip
     return made if known is None else _joined(known, made)

@@ -1,18 +1,17 @@
-"""The work of one rank: a whole training of a contender with its quality on the way, or what its steps take.
+"""The work of one rank in a whole training of a contender, over real batches, with its quality on the way.
 
-Both are one loop over real batches. Quality is that of the mean of all ranks' weights, as if training ended there;
-to find it is not part of the time of a training, nor of its bytes.
+Quality is that of the mean of all ranks' weights, as if training ended there; to find it is not part of the time of a
+training, nor of its bytes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import count
 from pathlib import Path
-from statistics import mean
 from time import monotonic, perf_counter
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 
 from oktopk.bench.rank import RankContext
 from oktopk.bench.target.contenders import CONTENDERS, Participant, Setting
-from oktopk.bench.target.schedule import FINAL, WHOLE
+from oktopk.bench.target.schedule import FINAL
 from oktopk.bench.training_step import take_step
 from oktopk.errors import NonFiniteError
 from oktopk.training.config import TrainConfig
@@ -36,8 +35,6 @@ from oktopk.workloads.base import Recipe, Workload
 
 EVALUATIONS = "evaluations.jsonl"
 BRIEF_CYCLE = 12  # steps from exchange to exchange while they are timed: few exchanges, many of those between
-LEAST_CYCLES, MOST_CYCLES = 3, 60
-SETTLING = 0.25  # of the time, before what counts: buffers of a link that lay idle take the first messages at once
 NEWS_SECONDS = 0.5  # between two words on how far it is
 
 
@@ -114,6 +111,11 @@ class Training:
         for epoch in count(first):
             yield from self.workload.batches(epoch, self.world.rank, self.world.world_size)
 
+    def resume(self) -> None:
+        """Go on together with the other ranks; what others sent since the last step is not counted."""
+        self.world.total([0.0])
+        self._counted = self._sent()
+
     def step(self) -> Seen:
         """The next one. What was still under way when the last one ended is counted here."""
         started, before = perf_counter(), self._counted
@@ -129,8 +131,8 @@ class Training:
         """What ends it, for contenders whose ranks have weights of their own."""
         if self.participant.finish is None:
             return None
-        self.world.total([0.0])  # ranks start on it together
-        started, before = perf_counter(), self._sent()
+        self.resume()
+        started, before = perf_counter(), self._counted
         self.participant.finish()
         seconds, sent = perf_counter() - started, self._sent() - before
         return Seen(self.done, FINAL, 0.0, 0.0, seconds, sent)
@@ -226,52 +228,3 @@ class _Run:
                 "bytes_sent": self._bytes + (final.bytes_sent if final else 0),
             }  # fmt: skip
             self._directory.write_summary(summary)
-
-
-def time_steps(context: RankContext, job: Mapping[str, Any], dense_steps: int, seconds: float) -> None:
-    """Measure what steps of each kind take and send; rank 0 emits it."""
-    training = Training(Job(**job), context, is_counted=True, brief=dense_steps)
-    schedule, samples, settling = training.schedule, Samples(), Samples()
-    start = 0 if schedule.start == WHOLE else schedule.start
-    settling.add_all(training.step() for _ in range(min(start, 1)))  # the first one sets things up
-    samples.add_all(training.step() for _ in range(start - 1))
-    wanted = {schedule.kind(start + n) for n in range(schedule.cycle)}
-    for heard, least, limit in (
-        (settling, training.participant.settles, SETTLING * seconds),
-        (samples, LEAST_CYCLES, seconds),
-    ):
-        started = monotonic()
-        while not training.world.announce(heard.is_enough(wanted, least, monotonic() - started > limit)):
-            heard.add_all(training.step() for _ in range(schedule.cycle))
-    final = training.finish()
-    samples.add_all([final] if final is not None else [])
-    if context.rank == 0:
-        context.emit(**samples.costs(), parameters=training.parameters)
-    training.close()
-
-
-@dataclass
-class Samples:
-    """Steps that were timed, by kind."""
-
-    seen: dict[str, list[Seen]] = field(default_factory=dict)
-
-    def add_all(self, steps: Iterable[Seen]) -> None:
-        for seen in steps:
-            self.seen.setdefault(seen.kind, []).append(seen)
-
-    def is_enough(self, wanted: Collection[str], least: int, is_late: bool) -> bool:
-        """Whether these kinds were seen often enough, or as often as there is time for."""
-        fewest = min(len(self.seen.get(kind, ())) for kind in wanted)
-        return fewest >= MOST_CYCLES or (is_late and fewest >= least)
-
-    def costs(self) -> dict[str, dict[str, float]]:
-        """Means, since what a whole training takes is their sum; and the extremes."""
-        times = {kind: [seen.seconds for seen in steps] for kind, steps in self.seen.items()}
-        return {
-            "seconds": {kind: mean(one) for kind, one in times.items()},
-            "fastest": {kind: min(one) for kind, one in times.items()},
-            "slowest": {kind: max(one) for kind, one in times.items()},
-            "bytes": {kind: mean(seen.bytes_sent for seen in steps) for kind, steps in self.seen.items()},
-            "samples": {kind: float(len(one)) for kind, one in times.items()},
-        }
