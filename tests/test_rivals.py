@@ -255,6 +255,22 @@ def test_all_end_with_the_mean_of_their_weights() -> None:
             torch.testing.assert_close(own, start() + 1)  # the mean of 0, 1 and 2
 
 
+def test_who_has_just_synchronised_has_nothing_left_to_average() -> None:
+    def work(transport: Any) -> int:
+        most = 0
+        for rival in (DiLoCo, SparseLoCo):
+            metered = MeteredTransport(transport)
+            one, own = rival(start(), SHAPES, metered), start() + transport.rank
+            one.synchronize_(own)
+            before, bits = metered.tally.bytes_sent, own.clone()
+            one.finish_(own)
+            assert torch.equal(own, bits)
+            most = max(most, metered.tally.bytes_sent - before)
+        return most
+
+    assert max(run_world(RANKS, work)) < 32  # they agree on that, and send nothing else
+
+
 @pytest.mark.parametrize(
     ("rival", "settings"), [("sparseloco", {"kept": 48.0, "side": 64.0}), ("sparta", {"share": 0.1}), ("diloco", {})]
 )

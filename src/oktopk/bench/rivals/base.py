@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from oktopk.transport.base import Transport
@@ -19,6 +20,12 @@ class Rival(Protocol):
     def finish_(self, own: Tensor) -> None:
         """The last step is done: all ranks end with the same weights."""
         ...
+
+
+def end_(own: Tensor, shared: Tensor, transport: Transport) -> None:
+    """Average own weights, if steps have followed the last synchronisation on any rank."""
+    if transport.all_reduce_(torch.tensor([not torch.equal(own, shared)], dtype=torch.int32)):
+        mean_(own, transport)
 
 
 def mean_(vector: Tensor, transport: Transport) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Size, Tensor
 
-from oktopk.bench.rivals.base import mean_
+from oktopk.bench.rivals.base import end_, mean_
 from oktopk.transport.base import Transport
 
 
@@ -34,4 +34,4 @@ class DiLoCo:
 
     def finish_(self, own: Tensor) -> None:
         """The last steps that no outer step followed are averaged as they are."""
-        mean_(own, self._transport)
+        end_(own, self._shared, self._transport)

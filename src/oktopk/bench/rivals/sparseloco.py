@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Size, Tensor
 
-from oktopk.bench.rivals.base import mean_
+from oktopk.bench.rivals.base import end_
 from oktopk.transport.base import Transport
 
 _INDEX_BITS, _VALUE_BITS = 12, 2
@@ -64,7 +64,7 @@ class SparseLoCo:
 
     def finish_(self, own: Tensor) -> None:
         """What is still owed is dropped, as published; only steps since the last synchronisation are averaged."""
-        mean_(own, self._transport)
+        end_(own, self._shared, self._transport)
 
     def _unpacked(self, message: NDArray[np.uint8]) -> tuple[Tensor, Tensor]:
         """What a rank sent, as one vector, and 1 where it sent something."""

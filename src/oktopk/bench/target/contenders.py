@@ -64,6 +64,7 @@ class Contender:
     reduce: Literal["gradients", "updates"]  # whose recipe it follows: updates are stepped on by every rank alone
     schedule: Callable[[Recipe, int], Schedule]  # from the recipe and the number of steps
     attach: Callable[[Setting], Participant]
+    every: int = 1  # what `oktopk train --every` is told
 
 
 def require_contenders(names: Sequence[str]) -> None:
@@ -169,7 +170,8 @@ def _after_warmup(recipe: Recipe, steps: int) -> Schedule:
 
 def _local(how: str, every: int, name: str, settings: Mapping[str, float] | None = None, outer: int = 0) -> Contender:
     attach = partial(_rival, name=name, settings=settings or {})
-    return Contender(how, "updates", lambda recipe, steps: Schedule(0, every, outer), attach)
+    levels = name in ("diloco", "sparseloco")
+    return Contender(how, "updates", lambda recipe, steps: Schedule(0, every, outer, levels), attach)
 
 
 def _gradients(
@@ -180,7 +182,9 @@ def _gradients(
 
 def _ours(every: int) -> Contender:
     how = f"`oktopk train --reduce updates{f' --every {every}' if every > 1 else ''}`"
-    return Contender(how, "updates", lambda recipe, steps: Schedule(every=every), _updates)
+    return Contender(
+        how, "updates", lambda recipe, steps: Schedule(every=every, levels=not recipe.keep_owed), _updates, every
+    )
 
 
 CONTENDERS: dict[str, Contender] = {

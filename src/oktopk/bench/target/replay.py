@@ -88,7 +88,8 @@ def spent(schedule: Schedule, steps: int, each: Mapping[str, float]) -> float:
     missing = sorted(counts.keys() - each.keys())
     if missing:
         raise ConfigError(f"no {', '.join(missing)} step was timed: delete the timing, and call again.")
-    return sum(count * each[kind] for kind, count in counts.items()) + (each.get(FINAL, 0.0) if steps else 0.0)
+    ending = 0.0 if schedule.is_level(steps) else each.get(FINAL, 0.0)
+    return sum(count * each[kind] for kind, count in counts.items()) + ending
 
 
 def replay(trained: Trained, costs: Costs) -> tuple[Moment, ...]:

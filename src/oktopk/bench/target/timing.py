@@ -87,6 +87,10 @@ class _Timed:
         return seen.all()
 
     def end(self) -> dict[str, dict[str, float]]:
+        """All that was found. It ends between two exchanges, where there is something to bring together."""
+        if self._training.schedule.cycle > 1:
+            self._training.resume()
+            self._training.step()
         final = self._training.finish()
         self._samples.add_all([final] if final is not None else [])
         self._training.close()

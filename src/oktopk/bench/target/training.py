@@ -57,7 +57,7 @@ class Job:
     def config(self) -> TrainConfig:
         return TrainConfig(
             self.workload, self.preset, self.data, epochs=self.epochs, lr_warmup_epochs=self.lr_warmup_epochs,
-            seed=self.seed, reduce=CONTENDERS[self.contender].reduce,
+            seed=self.seed, reduce=CONTENDERS[self.contender].reduce, every=CONTENDERS[self.contender].every,
         )  # fmt: skip
 
     def recipe(self, base: Recipe) -> Recipe:
