@@ -72,9 +72,10 @@ def recommend_updates(scenario: Scenario, machine: Machine, optimizer: Optimizer
     advice = advise_updates(scenario, machine, optimizer)
     sent = advice.sent
     which = f"density {sent.density:g} in turn" if sent.keep_owed else f"the largest {sent.density:g}"
+    else_try = "" if sent.keep_owed else " Not every network wants its ranks to forget what they owe: try keep_owed=True."
     rate = "that of dense" if advice.rate_factor == 1.0 else f"{advice.rate_factor:.2g} times that of dense"
     return (
         f"under {optimizer} reduce updates: oktopk.local_steps(model, optimizer, every={advice.every}), {which}, "
         f"{sent.wire}, no dense steps, learning rate {rate}. A synchronisation takes "
-        f"{advice.synchronising_seconds * 1e3:.3g} ms: {advice.speedup:.2g}x over dense."
+        f"{advice.synchronising_seconds * 1e3:.3g} ms: {advice.speedup:.2g}x over dense.{else_try}"
     )
