@@ -1,4 +1,4 @@
-"""Own weights that forget what is owed: nothing is lost, ranks go on from the same weights, and resuming is exact."""
+"""Own weights that forget what is owed, or most of it: nothing is lost, and resuming is exact."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import oktopk
 from oktopk.algorithms import ALGORITHMS
 from oktopk.bench.rivals import Ablation
+from oktopk.config import KEPT_RARELY
 from oktopk.errors import ConfigError, MismatchError
 from oktopk.training.config import TrainConfig
 from oktopk.transport import ThreadTransport, run_world
@@ -26,8 +27,9 @@ from test_local_steps_hosts import run as run_on_hosts
 @pytest.mark.parametrize("wire", ["float32", "codebook2"])
 @pytest.mark.parametrize("algorithm", list(ALGORITHMS))
 def test_what_ranks_changed_is_in_the_shared_weights_or_still_owed(algorithm: str, wire: str) -> None:
-    for world_size, every in ((2, 1), (3, 2)):  # five steps: in the second world the last is not synchronised yet
-        options: Any = {"algorithm": algorithm, "wire": wire, "keep_owed": False, "every": every}
+    # Five steps: in the second world the last is not synchronised yet.
+    for world_size, every, kept in ((2, 1, 0.0), (3, 2, 0.0), (2, 2, 0.25), (3, 1, 0.1)):
+        options: Any = {"algorithm": algorithm, "wire": wire, "keep_owed": kept, "every": every}
         world = run_world(world_size, lambda t, options=options: run(t, 5, **options))  # type: ignore[misc]
         accounted = world_size * (world[0][0] - world[0][1]) + sum(owed for _, _, owed, _ in world)
         changed = sum(changes for *_, changes in world)
@@ -35,10 +37,10 @@ def test_what_ranks_changed_is_in_the_shared_weights_or_still_owed(algorithm: st
         assert all(torch.equal(shared, world[0][1]) for _, shared, _, _ in world), "equal bits on all ranks"
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (2, 3)])
-def test_hosts_lose_nothing_either(shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("shape", "kept"), [((2, 2), 0.0), ((2, 3), 0.0), ((2, 2), 0.3)])
+def test_hosts_lose_nothing_either(shape: tuple[int, int], kept: float) -> None:
     count, per_host = shape
-    options: Any = {"algorithm": "topka", "keep_owed": False, "every": 2}
+    options: Any = {"algorithm": "topka", "keep_owed": kept, "every": 2}
     world = run_world(count * per_host, lambda t: run_on_hosts(t, per_host, **options))
     check_equal_inside(world, per_host)
     accounted = count * (world[0].start - world[0].shared) + sum(seen.owed for seen in world[::per_host])
@@ -51,8 +53,7 @@ def test_ranks_start_every_interval_from_the_same_weights() -> None:
         model = model_of()
         optimizer = _adam(model)
         seen = []
-        with oktopk.local_steps(model, optimizer, every=4, min_numel=0, group=transport) as handle:
-            assert handle.reducer.config.keep_owed is False, "the default of four local steps under AdamW"
+        with oktopk.local_steps(model, optimizer, every=4, keep_owed=0, min_numel=0, group=transport) as handle:
             for step in range(12):
                 push(model, optimizer, transport.rank, step)
                 seen.append(weights_of(model))
@@ -62,6 +63,24 @@ def test_ranks_start_every_interval_from_the_same_weights() -> None:
 
     first, second = run_world(2, work)
     assert [torch.equal(a, b) for a, b in zip(first, second, strict=True)] == [False, False, False, True] * 3
+
+
+def test_ranks_that_keep_a_share_start_from_the_shared_weights_less_that() -> None:
+    def work(transport: ThreadTransport) -> None:
+        model = model_of()
+        optimizer = _adam(model)
+        with oktopk.local_steps(model, optimizer, every=4, keep_owed=0.25, min_numel=0, group=transport) as handle:
+            for step in range(8):
+                push(model, optimizer, transport.rank, step)
+            expected = shared_of(handle).double() - 0.25 * owed_of(handle)
+            assert owed_of(handle).any()
+            torch.testing.assert_close(weights_of(model).double(), expected, rtol=0, atol=1e-6)
+            before, owed = handle.reducer.last_step, owed_of(handle)
+            handle.finish()  # right after a synchronisation: nothing travels
+            assert handle.reducer.last_step == before and torch.equal(weights_of(model), shared_of(handle))
+            torch.testing.assert_close(owed_of(handle), owed, rtol=0, atol=1e-6)
+
+    run_world(2, work)
 
 
 def owed_of(handle: oktopk.LocalSteps) -> Tensor:
@@ -76,7 +95,7 @@ def test_finishing_averages_own_weights_and_leaves_owed_what_they_forgot(dtype: 
     def work(transport: ThreadTransport) -> tuple[Tensor, ...]:
         model = model_of(0, dtype)
         optimizer = sgd(model)
-        options: Any = {"density": 0.1, "min_numel": 0, "group": transport, "keep_owed": False, "every": every}
+        options: Any = {"density": 0.1, "min_numel": 0, "group": transport, "keep_owed": 0, "every": every}
         with oktopk.local_steps(model, optimizer, **options) as handle:
             start = weights_of(model).double()
             own = _OwnChanges(handle, optimizer, model)
@@ -147,10 +166,10 @@ def test_it_is_the_plain_rule() -> None:
         torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-6)  # another order of sums
 
 
-@pytest.mark.parametrize("save_at", [6, 8])
-def test_a_resumed_training_equals_one_that_was_not_interrupted(save_at: int, tmp_path: Path) -> None:
-    straight = run_world(2, lambda t: _trained(t, tmp_path, save_at, 13, False, every=4))
-    resumed = run_world(2, lambda t: _trained(t, tmp_path, save_at, 13, True, every=4))
+@pytest.mark.parametrize(("save_at", "kept"), [(8, 0.0), (6, 0.3)])
+def test_a_resumed_training_equals_one_that_was_not_interrupted(save_at: int, kept: float, tmp_path: Path) -> None:
+    straight = run_world(2, lambda t: _trained(t, tmp_path, save_at, 13, False, every=4, keep_owed=kept))
+    resumed = run_world(2, lambda t: _trained(t, tmp_path, save_at, 13, True, every=4, keep_owed=kept))
     for (own, shared, moments), (own_again, shared_again, moments_again) in zip(straight, resumed, strict=True):
         assert torch.equal(own, own_again) and torch.equal(shared, shared_again)
         assert all(torch.equal(a, b) for a, b in zip(moments, moments_again, strict=True))
@@ -158,9 +177,9 @@ def test_a_resumed_training_equals_one_that_was_not_interrupted(save_at: int, tm
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("before", "after"), [((4, 1), (2, 1)), ((2, 1), (3, 1)), ((2, 1), (2, 1)), ((2, 2), (4, 1))])
-@pytest.mark.parametrize(("kept", "keeps"), [(False, False), (False, True), (True, False)])
+@pytest.mark.parametrize(("kept", "keeps"), [(0.25, 0.25), (0, 1), (1, 0.25)])
 def test_what_is_owed_outlives_other_worlds_and_other_ways_to_owe(
-    before: Any, after: Any, kept: bool, keeps: bool, dtype: torch.dtype, tmp_path: Path
+    before: Any, after: Any, kept: float, keeps: float, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     """The shared weights minus the mean of what is owed are where they would have been."""
     options: Any = {"algorithm": "topka", "density": 0.1, "min_numel": 0, "every": 3, "wire": "float32"}
@@ -195,12 +214,13 @@ def test_what_is_owed_outlives_other_worlds_and_other_ways_to_owe(
     torch.testing.assert_close(loaded, saved, rtol=0, atol=1e-6)  # shared weights are the same, rounded or not
 
 
-def test_a_bad_step_leaves_the_shared_weights_and_what_is_owed_alone() -> None:
+@pytest.mark.parametrize("kept", [0.0, 0.25])
+def test_a_bad_step_leaves_the_shared_weights_and_what_is_owed_alone(kept: float) -> None:
     def work(transport: ThreadTransport) -> tuple[Tensor, Tensor]:
         model = model_of()
         optimizer = sgd(model)
         options: Any = {"density": 0.1, "min_numel": 0, "group": transport, "on_nonfinite": "skip"}
-        with oktopk.local_steps(model, optimizer, keep_owed=False, **options) as handle:
+        with oktopk.local_steps(model, optimizer, keep_owed=kept, **options) as handle:
             push(model, optimizer, transport.rank, 0)
             before, owed = shared_of(handle).clone(), handle.owed()
             if transport.rank == 0:
@@ -211,12 +231,13 @@ def test_a_bad_step_leaves_the_shared_weights_and_what_is_owed_alone() -> None:
                 parameter.grad = torch.zeros_like(parameter)
             optimizer.step()
             assert torch.equal(shared_of(handle), before) and weights_of(model).isfinite().all()
-            assert all(torch.equal(part, owed[name]) for name, part in handle.owed().items())
+            for name, part in handle.owed().items():  # the share that a bad weight kept is known but for its rounding
+                torch.testing.assert_close(part, owed[name], rtol=0, atol=1e-6 if kept else 0.0)
             push(model, optimizer, transport.rank, 1)
             return shared_of(handle).clone(), weights_of(model)
 
     first, second = run_world(2, work)
-    assert torch.equal(first[0], second[0]) and first[0].isfinite().all() and torch.equal(first[0], first[1])
+    assert torch.equal(first[0], second[0]) and first[0].isfinite().all() and first[1].isfinite().all()
 
 
 def _lamb(model: nn.Module) -> Lamb:
@@ -226,20 +247,21 @@ def _lamb(model: nn.Module) -> Lamb:
 @pytest.mark.parametrize(
     ("make", "options", "algorithm", "keeps"),
     [
-        (_adam, {"every": 4}, "topka", False),
-        (_adam, {"every": 3}, "randomk", True),
-        (_adam, {"every": "auto"}, "randomk", True),
-        (_adam, {"every": 4, "overlap": True}, "randomk", True),
-        (_adam, {"every": 4, "keep_owed": True}, "randomk", True),
-        (_adam, {"every": 4, "algorithm": "oktopk"}, "oktopk", False),
-        (_adam, {"every": 4, "algorithm": "randomk"}, "randomk", True),
-        (_adam, {"keep_owed": False}, "topka", False),
-        (sgd, {"every": 8}, "randomk", True),
-        (_lamb, {"every": 8}, "randomk", True),
+        (_adam, {"every": 4}, "topka", KEPT_RARELY),
+        (_adam, {"every": 3}, "randomk", 1),
+        (_adam, {"every": "auto"}, "randomk", 1),
+        (_adam, {"every": 4, "overlap": True}, "randomk", 1),
+        (_adam, {"every": 4, "keep_owed": True}, "randomk", 1),
+        (_adam, {"every": 4, "algorithm": "oktopk"}, "oktopk", KEPT_RARELY),
+        (_adam, {"every": 4, "algorithm": "randomk"}, "randomk", 1),
+        (_adam, {"keep_owed": False}, "topka", 0),
+        (_adam, {"keep_owed": 0.5}, "topka", 0.5),
+        (sgd, {"every": 8}, "randomk", 1),
+        (_lamb, {"every": 8}, "randomk", 1),
     ],
 )
 def test_who_steps_often_under_adam_goes_on_from_the_shared_weights(
-    make: Any, options: Any, algorithm: str, keeps: bool
+    make: Any, options: Any, algorithm: str, keeps: float
 ) -> None:
     model = model_of()
     with oktopk.local_steps(model, make(model), **options) as handle:
@@ -251,20 +273,22 @@ def test_the_trainer_chooses_alike() -> None:
         return TrainConfig(workload="gpt", reduce="updates", **said).recipe(Recipe(optimizer="adamw"), 2)
 
     rare, often = recipe(every=4), recipe()
-    assert (rare.algorithm, rare.density, rare.wire, rare.keep_owed) == ("topka", 0.06, "codebook2", False)
-    assert (often.algorithm, often.keep_owed) == ("randomk", True)
-    assert recipe(every=4, optimizer="sgd").keep_owed and recipe(every=4, keep_owed=True).algorithm == "randomk"
-    assert not recipe(keep_owed=False).keep_owed
+    assert (rare.algorithm, rare.density, rare.wire, rare.keep_owed) == ("topka", 0.06, "codebook2", KEPT_RARELY)
+    assert (often.algorithm, often.keep_owed) == ("randomk", 1)
+    assert recipe(every=4, optimizer="sgd").keep_owed == 1 and recipe(every=4, keep_owed=1).algorithm == "randomk"
+    assert recipe(keep_owed=0).keep_owed == 0 and recipe(every=4, keep_owed=0.5).keep_owed == 0.5
     config = TrainConfig(workload="speech", reduce="updates", every=4)
-    assert config.recipe(Recipe(optimizer="adamw", keep_owed=True), 2).keep_owed, "as the preset says"
+    assert config.recipe(Recipe(optimizer="adamw", keep_owed=1), 2).keep_owed == 1, "as the preset says"
     with pytest.raises(ConfigError, match="keep_owed is for --reduce updates"):
         TrainConfig(workload="gpt", reduce="gradients", keep_owed=False)
 
 
 def test_what_makes_no_sense_is_refused() -> None:
     model = model_of()
-    with pytest.raises(ConfigError, match="overlap=True and keep_owed=False do not go together"):
+    with pytest.raises(ConfigError, match="overlap=True and keep_owed=0 do not go together"):
         oktopk.local_steps(model, sgd(model), overlap=True, keep_owed=False)
+    with pytest.raises(ConfigError, match=r"keep_owed is a share, from 0 .* to 1, got 1\.5"):
+        oktopk.local_steps(model, sgd(model), keep_owed=1.5)
     with pytest.raises(ConfigError, match="keep_owed is about weights"):
         oktopk.Reducer("oktopk", 0.1, keep_owed=False)
 

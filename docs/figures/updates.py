@@ -69,8 +69,9 @@ def rival(name: str, flags: str, **others: Any) -> Setting:
 
 DENSE = Setting("dense", "--algorithm dense", DENSE_LR)
 OURS = updates("in turn, 0.3, codebook2, every step (default)")
-RARE = "largest 0.06, codebook2, every 4 steps, forgetting what is owed (default of every=4)"
-KEEP, FORGET = "--keep-owed True", "--keep-owed False"
+RARE = "largest 0.06, codebook2, every 4 steps, a quarter of what is owed kept (default of every=4)"
+RARE_AND_FEWER = "the same, largest 0.03"
+KEEP, FORGET = "--keep-owed 1", "--keep-owed 0"
 RIVALS = {
     "DiLoCo, every 45": "diloco --every 45",
     "DiLoCo, plain mean, every 45": "diloco --every 45 --settings rate 1.0 momentum 0.0",
@@ -85,7 +86,11 @@ TUNED: Mapping[str, tuple[Setting, ...]] = {
     **{
         name: tuple(rival(name, flags, lr=rate) for rate in RATES) for name, flags in RIVALS.items()
     },
-    RARE: tuple(updates(RARE, "--every 4", lr=lr) for lr in (0.014, 0.02, 0.028)),
+    RARE: tuple(updates(RARE, "--every 4", lr=lr) for lr in (0.02, 0.028, 0.04)),
+    RARE_AND_FEWER: tuple(updates(RARE_AND_FEWER, "--every 4 --density 0.03", lr=lr) for lr in (0.02, 0.028, 0.04)),
+    "the same, nothing kept": tuple(
+        updates("the same, nothing kept", f"--every 4 {FORGET}", lr=lr) for lr in (0.014, 0.02, 0.028)
+    ),
     "dense, 4 workers": tuple(
         Setting("dense, 4 workers", "--algorithm dense", lr, 4) for lr in (0.011, 0.016, 0.022)
     ),
@@ -106,15 +111,18 @@ SWEEPS: Mapping[str, tuple[Setting, ...]] = {
         *(updates(f"every {every}", f"--every {every} {KEEP}") for every in (4, 8, 16)),
     ),
     "every, own weights forget what is owed": (
-        *(updates(f"every {every}, forgetting", f"--every {every} {FORGET}", lr=0.02) for every in (1, 2)),
-        *(updates(f"every {every}, forgetting", f"--every {every}", lr=0.02) for every in (4, 8, 16)),
+        *(updates(f"every {every}, forgetting", f"--every {every} {FORGET}", lr=0.02) for every in (1, 2, 4, 8, 16)),
     ),
-    "which entries, every 4 steps, own weights forget what is owed": (
-        updates("largest 0.03", "--density 0.03 --every 4", lr=0.02),
-        updates("largest 0.12", "--density 0.12 --every 4", lr=0.02),
-        updates("largest 0.06, int8", "--wire int8 --every 4", lr=0.02),
-        updates("largest 0.06 with a global cut (oktopk)", "--algorithm oktopk --every 4", lr=0.02),
-        updates("in turn 0.3", f"--algorithm randomk --every 4 {FORGET}", lr=0.02),
+    "share of what is owed that own weights keep, every 4 steps, largest 0.06": tuple(
+        updates(f"{kept:g} kept, rate {lr:g}", f"--every 4 --keep-owed {kept:g}", lr=lr)
+        for lr in (0.02, 0.028) for kept in (0, 0.125, 0.25, 0.5)
+    ),
+    "which entries, every 4 steps, a quarter of what is owed kept": (
+        updates("largest 0.015", "--every 4 --density 0.015", lr=0.028),
+        updates("largest 0.12", "--every 4 --density 0.12", lr=0.028),
+        updates("largest 0.06, int8", "--every 4 --wire int8", lr=0.028),
+        updates("largest 0.06 with a global cut (oktopk)", "--every 4 --algorithm oktopk", lr=0.028),
+        updates("in turn 0.3", "--every 4 --algorithm randomk --keep-owed 0.25", lr=0.028),
     ),
     "density, in turn, codebook2": (
         *(updates(f"in turn, {density}", f"--density {density}") for density in (0.02, 0.05, 0.1, 0.14)), OURS

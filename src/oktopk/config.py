@@ -22,26 +22,27 @@ class UpdateDefaults:
     algorithm: str
     density: float
     wire: str
-    keep_owed: bool = True
+    keep_owed: float = 1.0
 
 
 UPDATES_ALGORITHM = "randomk"  # of updates: at equal bytes, each entry in its turn beats the largest
 RARE_ALGORITHM = "topka"  # of updates that travel rarely: what each rank changed most, without a cut of the sums
 RARELY = 4  # steps between synchronisations, or more
+KEPT_RARELY = 0.25  # share of what is owed that own weights contain then
 
 
 def update_defaults(algorithm: str | None = None, rarely: bool = False) -> UpdateDefaults:
     """How updates are reduced by an algorithm, or by the usual one, unless the user says otherwise.
 
     `rarely`: whether ranks step RARELY times or more on their own, under Adam or AdamW. It is better then if they go on
-    from the same weights, and send what they changed most.
+    from nearly the same weights, and send what they changed most.
     """
     name = algorithm or (RARE_ALGORITHM if rarely else UPDATES_ALGORITHM)
     if name == "dense":
         return UpdateDefaults(name, 1.0, "float32")
     if name == "randomk":
         return UpdateDefaults(name, 0.3, "codebook2")
-    return UpdateDefaults(name, 0.06, "codebook2", False) if rarely else UpdateDefaults(name, 0.05, "int8")
+    return UpdateDefaults(name, 0.06, "codebook2", KEPT_RARELY) if rarely else UpdateDefaults(name, 0.05, "int8")
 
 
 @dataclass(frozen=True)
@@ -136,8 +137,8 @@ class ReducerConfig:
     on_nonfinite: Literal["raise", "skip"] = "raise"  # skip: return a non-finite gradient, leave residuals alone
     momentum_correction: float = 0.0  # momentum applied before sending; then the optimizer's must be 0 (DGC: 0.9)
     reduce: Literal["gradients", "updates"] = "gradients"  # updates: the change of weights, as `local_steps` does
-    keep_owed: bool = True  # own weights contain what is owed, with reduce="updates"; False: they forget it until it
-    # is sent, and are the shared ones after every synchronisation; better from about 4 local steps on
+    keep_owed: float = 1.0  # share of what is owed that own weights contain after a synchronisation, with
+    # reduce="updates"; the rest they forget until it is sent, which is better from about 4 local steps on
     factor_masking: bool = False  # stop the momentum of entries just sent; less staleness, with momentum_correction
 
     def __post_init__(self) -> None:
@@ -161,7 +162,11 @@ class ReducerConfig:
             raise ConfigError(
                 "momentum_correction is for gradients: when updates are reduced, momentum is the optimizer's own."
             )
-        if self.reduce == "gradients" and not self.keep_owed:
+        if not 0.0 <= self.keep_owed <= 1.0:
+            raise ConfigError(
+                f"keep_owed is a share, from 0 (own weights forget all they owe) to 1, got {self.keep_owed}."
+            )
+        if self.reduce == "gradients" and self.keep_owed < 1:
             raise ConfigError("keep_owed is about weights: gradients that are owed are always kept beside them.")
         if self.on_nonfinite not in ("raise", "skip"):
             raise ConfigError(f"on_nonfinite must be 'raise' or 'skip', got {self.on_nonfinite!r}.")
@@ -205,7 +210,7 @@ class ReducerOptions(Options, total=False):
     """Those of a reducer itself: a front end knows what it reduces."""
 
     reduce: Literal["gradients", "updates"]
-    keep_owed: bool
+    keep_owed: float
 
 
 PAPER_LSTM: dict[str, Any] = {

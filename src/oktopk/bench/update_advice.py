@@ -71,8 +71,10 @@ def recommend_updates(scenario: Scenario, machine: Machine, optimizer: Optimizer
     """The advice, in one sentence."""
     advice = advise_updates(scenario, machine, optimizer)
     sent = advice.sent
-    which = f"density {sent.density:g} in turn" if sent.keep_owed else f"the largest {sent.density:g}"
-    else_try = "" if sent.keep_owed else " Not every network wants its ranks to forget what they owe: try keep_owed=True."
+    which = f"density {sent.density:g} in turn" if sent.keep_owed == 1 else f"the largest {sent.density:g}"
+    else_try = (
+        "" if sent.keep_owed == 1 else " Not every network wants its ranks to forget what they owe: try keep_owed=1."
+    )
     rate = "that of dense" if advice.rate_factor == 1.0 else f"{advice.rate_factor:.2g} times that of dense"
     return (
         f"under {optimizer} reduce updates: oktopk.local_steps(model, optimizer, every={advice.every}), {which}, "

@@ -14,17 +14,17 @@ from oktopk.front_ends.every import Every
 
 
 def chosen_updates(
-    algorithm: str | None, keep_owed: bool | None, every: Every, optimizers: Sequence[Optimizer], overlap: bool
+    algorithm: str | None, keep_owed: float | None, every: Every, optimizers: Sequence[Optimizer], overlap: bool
 ) -> UpdateDefaults:
     """The usual way for what was given; `keep_owed` None: as the interval and the optimizers want it."""
     if keep_owed is None:
         return update_defaults(algorithm, _is_rare(every, optimizers, overlap))
-    if overlap and not keep_owed:
+    if overlap and keep_owed < 1:
         raise ConfigError(
-            "overlap=True and keep_owed=False do not go together: own weights cannot go on from shared weights that "
-            "are still on their way. Leave one of them out."
+            f"overlap=True and keep_owed={keep_owed:g} do not go together: own weights cannot go on from shared weights"
+            " that are still on their way. Leave one of them out."
         )
-    return replace(update_defaults(algorithm, not keep_owed), keep_owed=keep_owed)
+    return replace(update_defaults(algorithm, keep_owed < 1), keep_owed=keep_owed)
 
 
 def _is_rare(every: Every, optimizers: Sequence[Optimizer], overlap: bool) -> bool:

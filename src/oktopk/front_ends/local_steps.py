@@ -44,7 +44,7 @@ def local_steps(
     every: Every = 1,
     *,
     algorithm: str | None = None,
-    keep_owed: bool | None = None,
+    keep_owed: float | None = None,
     overlap: bool = False,
     scaler: Any = None,
     **options: Unpack[LocalOptions],
@@ -63,9 +63,9 @@ def local_steps(
 
     `every`: optimizer steps between synchronisations: a number, a function of the step, or "auto" (so that they take
         a tenth of the time, at most 64).
-    `keep_owed`: whether own weights contain what this rank has changed and not sent. False: they forget it until it is
-        sent, and ranks start every interval from the same weights. None: False where `every` is 4 or more, the
-        optimizer is Adam or AdamW and there is no overlap.
+    `keep_owed`: which share of what this rank has changed and not sent its own weights contain. 1 (True): all. 0
+        (False): they forget it until it is sent, and ranks start every interval from the same weights. None: a quarter
+        where `every` is 4 or more, the optimizer is Adam or AdamW and there is no overlap, else all.
     `overlap`: let a reduction travel while the next steps are computed; it is applied at the next synchronisation.
     `scaler`: the GradScaler, if there is one. It may skip a step on one rank.
     `hosts`: how many consecutive ranks are one worker: they average gradients before each step, have the same weights,
@@ -302,13 +302,14 @@ class LocalSteps:
     def finish(self) -> None:
         """One dense mean of what own weights hold back: all ranks end with the same weights. Every rank must call it.
 
-        That is all that is owed, or with `keep_owed=False` the steps since the last synchronisation: what own weights
-        forgot stays owed, since weights that learned to do without would be worse with it.
+        That is all that is owed, or with `keep_owed` below 1 the steps since the last synchronisation: what own weights
+        forgot stays owed, since weights that learned to do without would be worse with it. Right after a
+        synchronisation nothing has to travel then: all go back to the shared weights.
         """
         self._refuse_while_lent("finish()")
         if self.world_size == 1:
             return
-        self._reductions.finish(self._last_step, are_equal=not self._since and not self.reducer.config.keep_owed)
+        self._reductions.finish(self._last_step, is_level=not self._since and self.reducer.config.keep_owed < 1)
         self._since = 0
         self._written = self._weights.written()
 

@@ -46,7 +46,7 @@ class LocalStepsOptions(LocalOptions, total=False):
     density: Density | None
     wire: str | None
     every: Every
-    keep_owed: bool | None
+    keep_owed: float | None
     overlap: bool
 
 

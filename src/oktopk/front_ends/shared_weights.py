@@ -56,6 +56,12 @@ class SharedWeights:
         for vector in self.vectors:
             self._begin(vector.own())
 
+    def forget_owed(self) -> None:
+        """Own weights are the shared ones; what they contained is owed beside them."""
+        for vector in self.trained:
+            for part in self._split(vector.own()):
+                self.updates.follow(part)
+
     def _begin(self, own: Gradient) -> None:
         for part in self._split(own):
             self.updates.begin(part)
@@ -170,7 +176,7 @@ class SharedWeights:
     def _state_of(self, vector: Weights, with_shared: bool, with_own: bool) -> dict[str, Any]:
         own = vector.own()
         is_flat = len(self._parts) == 1  # between ranks of a host nothing is ever under way
-        keeps = self.updates.keep_owed
+        keeps = self.updates.keeps_all
         return {
             "own": vector.by_name(torch.cat(own.pieces)) if with_own else {},
             "owed": self._joined(vector, self.updates.owed) if with_own and keeps else {},
@@ -184,7 +190,7 @@ class SharedWeights:
         if {name: part.numel() for name, part in saved["own"].items()} != dict(own.layout):
             raise CheckpointError("this state is of another model: its parameters have other names or shapes.")
         names = [name for name, _ in own.layout]
-        saved, beside = (keeping(saved), "owed") if self.updates.keep_owed else (forgetting(saved), "forgotten")
+        saved, beside = (keeping(saved), "owed") if self.updates.keeps_all else (forgetting(saved), "forgotten")
         for name, piece in zip(names, own.pieces, strict=True):
             piece.copy_(saved["own"][name])
         shared, owed = (Gradient.of(own.layout, [saved[of][name] for name in names]) for of in ("shared", beside))

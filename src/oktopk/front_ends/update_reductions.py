@@ -71,16 +71,19 @@ class UpdateReductions:
         k = pipeline.k_at(step, own.numel) if only_some else 0
         self._updates.choose(own, k, pipeline.algorithm_of(own.layout).ask_ahead)
 
-    def finish(self, step: int, are_equal: bool) -> None:
+    def finish(self, step: int, is_level: bool) -> None:
         """Reduce all that own weights hold back, densely, and apply it at once.
 
-        `are_equal`: own weights are the shared ones already, on every rank; buffers may still have to be averaged.
+        `is_level`: no rank has stepped since a synchronisation after which own weights forget what is owed. They go
+        back to the shared ones; only buffers may have to be averaged.
         """
         self.complete()
+        if is_level:
+            self._weights.forget_owed()
         deferred, self._updates.deferred = self._updates.deferred, False
         try:
             with self._updates.forgotten_set_aside():
-                self.start(step, dense=True, only_buffers=are_equal)
+                self.start(step, dense=True, only_buffers=is_level)
         finally:
             self._updates.deferred = deferred
 

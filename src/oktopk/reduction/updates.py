@@ -5,9 +5,9 @@ has changed and not sent yet. A reduction of s - x gives `mean` and `sent`; then
 touches only entries that moved, and s - x is what is still owed. With float32 or float64 weights nothing else has to be
 remembered. Weights of 16 bits cannot hold what is owed to the last bit: it is kept beside them in float32.
 
-Own weights may also forget what is owed (`keep_owed=False`): at a synchronisation s - x is added to what is owed, which
-is kept beside them, and x becomes s. Ranks then go on from the same weights, and drift apart by as much as they change
-in one interval only.
+Own weights may also forget what is owed, or most of it (`keep_owed` below 1): at a synchronisation s - x is added to
+what is owed, which is kept beside them, and x becomes s, less the share that is kept. Ranks then go on from nearly the
+same weights, and drift apart by little more than they change in one interval.
 """
 
 from __future__ import annotations
@@ -60,19 +60,23 @@ class Updates:
     """
 
     kernels: Kernels
-    keep_owed: bool = True  # own weights contain what is owed; else they are the shared ones after a synchronisation
+    keep_owed: float = 1.0  # share of what is owed that own weights contain after a synchronisation
     deferred: bool = False
     _weights: dict[Layout, _Weights] = field(default_factory=dict)
+
+    @property
+    def keeps_all(self) -> bool:
+        return self.keep_owed >= 1
 
     def begin(self, own: Gradient) -> None:
         """Share these weights, which must be the same on every rank. Nothing is owed."""
         dtype = residual_dtype(own.dtype)
         weights = _Weights(cat_on_large_pages([piece.to(dtype) for piece in own.pieces]))
-        if own.dtype != dtype or not self.keep_owed:
+        if own.dtype != dtype or not self.keeps_all:
             weights.owed = torch.zeros_like(weights.shared)
         if own.dtype != dtype:
             weights.before = tuple(piece.clone() for piece in own.pieces)
-        elif not self.keep_owed:
+        elif not self.keeps_all:
             weights.before = own.cut(weights.shared)
         self._weights[own.layout] = weights
 
@@ -86,7 +90,7 @@ class Updates:
         if not self.is_finite(own, k):
             weights.energy, weights.source = inf, weights.shared  # it is going to be refused
             return
-        self._follow(own)
+        self.follow(own)
         source = self._source(own, weights)
         if k and isinstance(source, Difference):
             ask_ahead(source, k)
@@ -118,7 +122,7 @@ class Updates:
         weights = self._of(own)
         if not self.deferred or weights.source is None:
             for part in own.parts():
-                self._follow(part)
+                self.follow(part)
             weights.source = self._source(own, weights)
         if k:
             return weights.source
@@ -159,12 +163,19 @@ class Updates:
     def _take_back_(self, own: Gradient) -> None:
         weights = self._of(own)
         weights.source = None
-        good = weights.before or own.cut(weights.shared)
-        for (name, _), piece, fallback in zip(own.layout, own.pieces, good, strict=True):
+        for (name, _), piece, fallback in zip(own.layout, own.pieces, self._good(own, weights), strict=True):
             bad = ~piece.isfinite()
             if bad.any():
-                log.warning("%d entries of %s were not finite and are the shared weights again.", int(bad.sum()), name)
+                log.warning("%d entries of %s were not finite, and are what they were.", int(bad.sum()), name)
                 piece.copy_(torch.where(bad, fallback.to(piece.dtype), piece))
+
+    def _good(self, own: Gradient, weights: _Weights) -> Sequence[Tensor]:
+        """What own weights were after the last synchronisation, as far as it is known."""
+        good = weights.before or own.cut(weights.shared)
+        if self.keeps_all or weights.owed is None:
+            return good
+        kept = self.keep_owed / (1 - self.keep_owed)  # of what lies beside them
+        return [before - kept * owed for before, owed in zip(good, own.cut(weights.owed), strict=True)]
 
     def owes(self, layout: Layout) -> bool:
         return True
@@ -201,14 +212,14 @@ class Updates:
         return weights.owed + self._change(own, weights)
 
     def forgotten(self, own: Gradient) -> Tensor:
-        """A copy of what this rank owed at the last synchronisation and its weights do not contain; else nothing."""
+        """A copy of what this rank owed at the last synchronisation and its weights did not contain; else nothing."""
         weights = self._of(own)
-        return weights.shared[:0] if self.keep_owed or weights.owed is None else weights.owed.clone()
+        return weights.shared[:0] if self.keeps_all or weights.owed is None else weights.owed.clone()
 
     @contextmanager
     def forgotten_set_aside(self) -> Iterator[None]:
         """Inside, only what own weights hold is reduced, and not what they have forgotten, which stays owed."""
-        those = [] if self.keep_owed else list(self._weights.values())
+        those = [] if self.keeps_all else list(self._weights.values())
         aside = [(weights, weights.owed) for weights in those if weights.owed is not None]
         for weights, owed in aside:
             weights.owed = torch.zeros_like(owed)
@@ -225,7 +236,7 @@ class Updates:
         weights.shared.copy_(shared)
         if weights.owed is not None:
             weights.owed.copy_(owed)
-        if not self.keep_owed:
+        if not self.keeps_all:
             for before, part in zip(weights.before, own.cut(weights.shared), strict=True):
                 before.copy_(part)
 
@@ -273,8 +284,11 @@ class Updates:
         weights.energy = sum_of_squares(weights.owed)
         return weights.owed.clone() if self.deferred else weights.owed
 
-    def _follow(self, own: Gradient) -> None:
-        """Bring what lies beside weights up to date; ranks of a host do so for all parts, to have the same bits."""
+    def follow(self, own: Gradient) -> None:
+        """Bring what lies beside weights up to date; those that do not keep all of it are the shared ones then.
+
+        Ranks of a host do so for all parts, to have the same bits.
+        """
         weights = self._of(own)
         if weights.owed is None:
             return
@@ -282,7 +296,7 @@ class Updates:
         parts = zip(own.cut(weights.owed), weights.before, own.pieces, own.cut(weights.shared), strict=True)
         for owed, before, piece, shared in parts:
             owed += before.to(dtype) - piece.to(dtype)
-            if not self.keep_owed:
+            if not self.keeps_all:
                 piece.copy_(shared)
             if before.data_ptr() != shared.data_ptr():
                 before.copy_(piece)
@@ -308,7 +322,7 @@ class Updates:
         """Own weights follow at the entries that moved, rounded afresh: errors of rounding do not add up."""
         assert weights.owed is not None
         if self.deferred:
-            self._follow(own)
+            self.follow(own)
         _subtract(weights.shared, arrived.mean)
         if arrived.sent is None:
             weights.owed.zero_()
@@ -316,9 +330,18 @@ class Updates:
             _subtract(weights.owed, arrived.sent)
         parts = zip(weights.before, own.pieces, own.cut(weights.shared), own.cut(weights.owed), strict=True)
         for (before, piece, shared, owed), places in zip(parts, _touched(arrived, own), strict=True):
-            piece[places] = (shared[places] - owed[places] if self.keep_owed else shared[places]).to(piece.dtype)
+            piece[places] = (shared[places] - owed[places] if self.keeps_all else shared[places]).to(piece.dtype)
             before[places] = piece[places]
         weights.energy = sum_of_squares(weights.owed)
+        if 0 < self.keep_owed < 1:
+            self._keep_some(own, weights)
+
+    def _keep_some(self, own: Gradient, weights: _Weights) -> None:
+        """Own weights, which are the shared ones, take their share of what lies beside them."""
+        assert weights.owed is not None
+        for before, piece, owed in zip(weights.before, own.pieces, own.cut(weights.owed), strict=True):
+            piece.copy_(before.to(owed.dtype) - self.keep_owed * owed)
+            owed -= before.to(owed.dtype) - piece.to(owed.dtype)
 
 
 def _subtract(vector: Tensor, amount: Vector) -> None:

@@ -38,7 +38,8 @@ class TrainConfig:
     reduce: Literal["gradients", "updates"] | None = None  # updates: workers (or hosts) step, changes are summed;
     # None: the preset's, or gradients if an algorithm, a density or a warm-up is named
     every: int | Literal["auto"] = 1  # steps between synchronisations of updates; auto: a tenth of the time
-    keep_owed: bool | None = None  # weights contain what their worker did not send; None: not if adamw, every 4 or more
+    keep_owed: float | None = None  # share of what a worker owes that its weights contain; None: 1, or a quarter if
+    # every is 4 or more and the optimizer adamw
     wire: str | None = None  # float32, float16, bfloat16, int8, int4, codebook2; None: float32, for updates narrower
     hosts: int | Literal["auto"] = "auto"  # workers of a host, which sum densely first; auto: find out; 1: none do
     min_numel: int = 1024  # parameters smaller than this go dense
@@ -115,7 +116,7 @@ class TrainConfig:
         if reduce == "gradients":
             if self.every != 1:
                 raise ConfigError(f"every is for --reduce updates, got {self.every}: gradients travel at every step.")
-            if self.keep_owed is False:
+            if self.keep_owed is not None and self.keep_owed < 1:
                 raise ConfigError("keep_owed is for --reduce updates: gradients that are owed lie beside weights.")
             return
         for name in _ABOUT_GRADIENTS:
@@ -157,7 +158,8 @@ class TrainConfig:
         optimizer = self.optimizer or base.optimizer
         keeps = base.keep_owed if self.keep_owed is None else self.keep_owed
         rarely = self.every != "auto" and self.every >= RARELY and optimizer == "adamw"
-        usual = update_defaults(self.algorithm, rarely if keeps is None else not keeps)
+        usual = update_defaults(self.algorithm, rarely if keeps is None else keeps < 1)
+        usual = usual if keeps is None else replace(usual, keep_owed=keeps)
         base = replace(base, reduce="updates", warmup_steps=0, **asdict(usual))
         if optimizer != "adamw" or steppers == 1:
             return base

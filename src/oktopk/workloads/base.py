@@ -50,7 +50,7 @@ class Recipe:
     reduce: Literal["gradients", "updates"] = "gradients"  # updates: density, warm-up, wire and rate follow from it
     algorithm: str = "oktopk"
     wire: str = "float32"
-    keep_owed: bool | None = None  # of updates: own weights contain what is owed; None: by how often they travel
+    keep_owed: float | None = None  # of updates: share of what is owed that own weights contain; None: by how often
 
 
 class Workload(Protocol):

@@ -182,9 +182,11 @@ def _gradients(
 
 def _ours(every: int) -> Contender:
     how = f"`oktopk train --reduce updates{f' --every {every}' if every > 1 else ''}`"
-    return Contender(
-        how, "updates", lambda recipe, steps: Schedule(every=every, levels=not recipe.keep_owed), _updates, every
-    )
+
+    def schedule(recipe: Recipe, steps: int) -> Schedule:
+        return Schedule(every=every, levels=recipe.keep_owed is not None and recipe.keep_owed < 1)
+
+    return Contender(how, "updates", schedule, _updates, every)
 
 
 CONTENDERS: dict[str, Contender] = {
