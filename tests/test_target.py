@@ -162,9 +162,9 @@ def test_the_first_evaluation_that_reaches_the_target_counts_in_the_metric_s_dir
 
 
 def test_a_target_that_some_seeds_miss_is_not_reached_and_the_table_says_so() -> None:
-    both = standing("updates", [moments(9, 3), moments(9, 2)], Goal(3.0, True))
-    one = standing("updates", [moments(9, 3), moments(9, 4)], Goal(3.0, True))
-    none = standing("sparta 0.01", [moments(0.1, 0.31)], Goal(0.5, False))
+    both = standing("updates", [moments(9, 3), moments(9, 2)], [Goal(3.0, True)] * 2)
+    one = standing("updates", [moments(9, 3), moments(9, 4)], [Goal(3.0, True)] * 2)
+    none = standing("sparta 0.01", [moments(0.1, 0.31)], [Goal(0.5, False)])
     assert (both.has_reached, both.seconds, reached_text(both)) == (True, 10.0, "reached")
     assert (one.has_reached, reached_text(one)) == (False, "not reached in 1 of 2: 3.5")
     assert reached_text(none) == "not reached: 0.31"
@@ -172,8 +172,8 @@ def test_a_target_that_some_seeds_miss_is_not_reached_and_the_table_says_so() ->
 
 
 def test_one_seed_has_no_spread() -> None:
-    assert quality_text(standing("updates", [moments(9, 3)], Goal(3.0, True))) == "3"
-    assert quality_text(standing("updates", [moments(9, 3), moments(9, 4)], Goal(3.0, True))) == "3.5 ± 0.71"
+    assert quality_text(standing("updates", [moments(9, 3)], [Goal(3.0, True)])) == "3"
+    assert quality_text(standing("updates", [moments(9, 3), moments(9, 4)], [Goal(3.0, True)] * 2)) == "3.5 ± 0.71"
 
 
 def test_the_front_has_those_that_nobody_beats_in_bytes_and_quality() -> None:
@@ -384,6 +384,15 @@ def test_standings_are_in_the_order_in_which_the_target_is_reached(tmp_path: Pat
     assert first.seconds == second.seconds == 5 * 0.25 + 5 * 0.5 + 1.0
 
 
+def test_a_training_is_held_to_what_dense_reaches_with_its_seed(tmp_path: Path) -> None:
+    known = results_of(tmp_path)  # updates end at 4 and 5
+    dense = [replace(one, points=((0, 9.0), (10, 4.0 + one.seed))) for one in known.trained[::2]]
+    results = replace(known, trained=(*known.trained[1::2], *dense))
+    assert [one.contender for one in dense] == ["ddp dense"] * 2
+    assert [results.goal(2, seed).value for seed in (0, 1, 7, None)] == pytest.approx([4.04, 5.05, 4.545, 4.545])
+    assert all(one.has_reached for one in results.standings(2, "10mbit"))
+
+
 def test_the_page_has_a_table_for_every_network_with_its_command_and_what_is_missing(tmp_path: Path) -> None:
     results = results_of(tmp_path)
     write_target(tmp_path / "docs" / "bench" / "target-gpt-tiny.json", replace(results, costs=results.costs[:-1]))
@@ -511,7 +520,7 @@ def check_replay(piece: Timing, job: Job, results: Results) -> None:
     twin = Training(piece.runs, replace(job, evaluations=2))
     is_level = twin.trained().schedule.is_level(100)
     kinds = [row["kind"] for row in read_jsonl(twin.path / STEPS) if not (is_level and row["kind"] == "final")]
-    (run,) = results.runs(job.contender, 2, "1gbit")
+    (run,) = results.runs(job.contender, 2, "1gbit").values()
     assert run[-1].seconds == pytest.approx(sum(taken["seconds"][kind] for kind in kinds))
     assert run[-1].bytes == pytest.approx(sum(taken["bytes"][kind] for kind in kinds))
 

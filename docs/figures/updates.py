@@ -151,8 +151,8 @@ SWEEPS: Mapping[str, tuple[Setting, ...]] = {
 }  # fmt: skip
 
 
-IN_TURN = [name for name in SWEEPS if "turn" in name or "keep" in name]
-FORGETTING = [name for name in SWEEPS if "forget" in name]
+IN_TURN = [name for name in SWEEPS if "in turn" in name or name.endswith("weights keep what is owed")]
+FORGETTING = [name for name in SWEEPS if "forget" in name or "every 4 steps" in name]
 
 
 def main(data: Path | None) -> None:
@@ -253,11 +253,14 @@ def draw(kept: list[dict[str, Any]]) -> None:
     """Means over seeds: loss over how many times fewer bytes."""
     groups = {
         "updates, own weights keep what is owed": ("c2", [one for sweep in IN_TURN for one in SWEEPS[sweep]]),
-        "updates, own weights forget it": ("c1", [one for sweep in FORGETTING for one in SWEEPS[sweep]]),
+        "updates, own weights forget most of it or all": ("c1", [
+            *(one for one in best_of_all(kept) if one.workers == 2 and not one.is_rival),
+            *(one for sweep in FORGETTING for one in SWEEPS[sweep]),
+        ]),
         "updates, the largest or a mixture, kept": ("c0", list(SWEEPS["the largest instead (oktopk)"][:-1])),
         "DiLoCo": ("c4", [one for one in best_of_all(kept) if "diloco" in one.flags]),
         "SPARTA": ("c5", [one for one in best_of_all(kept) if "sparta" in one.flags]),
-        "SparseLoCo": ("c3", [one for one in best_of_all(kept) if "sparseloco" in one.flags]),
+        "SparseLoCo": ("c3", [one for one in best_of_all(kept) if "sparseloco" in one.flags and one.workers == 2]),
     }  # fmt: skip
     series, points = [], []
     for name, (color, settings) in groups.items():

@@ -32,8 +32,9 @@ networks of several rates, each contender as a user would run it. This page is g
   processes, in turns, four times: a slow minute of the machine is everybody's. Real batches, real optimizers; looking
   at quality, starting up and reading data for the first time are not counted. Ranks share the cores of one machine:
   computation is slower than on machines of their own.
-- **The target** is what DDP dense reaches at the end of its recipe (the mean of its seeds), within 1%, unless a section
-  says otherwise. *Time*, *steps* and *sent* are those until the first evaluation that reaches it, the mean over seeds;
+- **The target** is what DDP dense reaches at the end of its recipe with the same seed, within 1%, unless a section says
+  otherwise: seeds differ by more than contenders. Headings and figures have the mean over seeds. *Time*, *steps* and
+  *sent* are those until the first evaluation that reaches it, the mean over seeds;
   of who does not, those of the whole training stand in brackets.
 - **Sent** is what one host's interface sent, by the kernel's counter: headers and acknowledgements included.
 - **Rates.** Contenders that reduce gradients get the rate of dense. All whose ranks step by themselves, ours and the

@@ -21,9 +21,9 @@ STYLES: tuple[Style, ...] = ("line", "dashed", "points", "reference")
 
 
 def quality_over_time(results: Results, hosts: int, network: str) -> Drawing:
-    """Lines: the mean over seeds, as if training ended there; below them the target."""
+    """Lines: the mean over seeds, as if training ended there; below them the mean of their targets."""
     runs = {name: results.runs(name, hosts, network) for name in results.contenders(hosts)}
-    known = {name: mean_run(moments) for name, moments in runs.items() if moments}
+    known = {name: mean_run(list(of_seeds.values())) for name, of_seeds in runs.items() if of_seeds}
     series = [_line(name, moments, style) for (name, moments), style in zip(known.items(), _styles(known), strict=True)]
     goal = results.goal(hosts)
     ends = [x for one in series for x in one.x]
@@ -34,7 +34,9 @@ def quality_over_time(results: Results, hosts: int, network: str) -> Drawing:
 
 def quality_over_bytes(results: Results, hosts: int, network: str) -> Drawing:
     """Dots: every seed at the end of its training; a line along those contenders that nobody beats in both."""
-    ends = {name: [run[-1] for run in results.runs(name, hosts, network)] for name in results.contenders(hosts)}
+    ends = {
+        name: [run[-1] for run in results.runs(name, hosts, network).values()] for name in results.contenders(hosts)
+    }
     known = {name: moments for name, moments in ends.items() if moments}
     dots = [_dots(family, known) for family in FAMILIES if any(family_of(name) == family for name in known)]
     means = [(mean(m.bytes for m in moments), mean(m.quality for m in moments)) for moments in known.values()]

@@ -102,7 +102,7 @@ def replay(trained: Trained, costs: Costs) -> tuple[Moment, ...]:
 
 
 def goal_of(value: float | None, finals: Sequence[float], lower_is_better: bool) -> Goal:
-    """The value, or what dense reaches at the end (the mean over its seeds) within 1%."""
+    """The value, or what dense reaches at the end (the mean over these seeds) within 1%."""
     if value is not None:
         return Goal(value, lower_is_better)
     if not finals:
@@ -145,8 +145,10 @@ class Standing:
         return stdev([moment.quality for moment in self.ends]) if self.seeds > 1 else None
 
 
-def standing(contender: str, runs: Sequence[Sequence[Moment]], goal: Goal, diverged: int = 0) -> Standing:
-    reached = [moment for run in runs if (moment := first_reached(run, goal)) is not None]
+def standing(contender: str, runs: Sequence[Sequence[Moment]], goals: Sequence[Goal], diverged: int = 0) -> Standing:
+    """Of its trainings, each with the goal of its seed."""
+    pairs = zip(runs, goals, strict=True)
+    reached = [moment for run, goal in pairs if (moment := first_reached(run, goal)) is not None]
     return Standing(contender, len(runs), tuple(reached), tuple(run[-1] for run in runs), diverged)
 
 

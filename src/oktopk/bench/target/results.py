@@ -77,26 +77,31 @@ class Results:
             return who in map(_who, self.trained)
         return any((_who(one), one.network) == (who, piece.network.label) for one in self.measured)
 
-    def goal(self, hosts: int) -> Goal:
-        runs = self.measured if self.is_measured else ()
-        finals = [one.final for one in self.trained if (one.contender, one.hosts) == (DENSE_NAME, hosts)]
-        finals += [one.moments[-1].quality for one in runs if (one.contender, one.hosts) == (DENSE_NAME, hosts)]
-        return goal_of(self.target, finals, self.lower_is_better)
+    def goal(self, hosts: int, seed: int | None = None) -> Goal:
+        """Of trainings with a seed: what dense reaches with the same one; None, or dense has none: the mean over seeds.
 
-    def runs(self, contender: str, hosts: int, network: str) -> list[tuple[Moment, ...]]:
-        """Every seed on a network: as it was measured, or replayed; none while steps are not timed yet."""
+        Seeds differ by more than contenders do: they are other first weights and another order of the data.
+        """
+        runs = self.measured if self.is_measured else ()
+        finals = {one.seed: one.final for one in self.trained if (one.contender, one.hosts) == (DENSE_NAME, hosts)}
+        finals |= {
+            one.seed: one.moments[-1].quality for one in runs if (one.contender, one.hosts) == (DENSE_NAME, hosts)
+        }
+        return goal_of(self.target, [finals[seed]] if seed in finals else list(finals.values()), self.lower_is_better)
+
+    def runs(self, contender: str, hosts: int, network: str) -> dict[int, tuple[Moment, ...]]:
+        """By seed, on a network: as it was measured, or replayed; none while steps are not timed yet."""
         if self.is_measured:
             wanted = (contender, hosts, network)
-            return [one.moments for one in self.measured if (one.contender, one.hosts, one.network) == wanted]
+            return {one.seed: one.moments for one in self.measured if (*_who(one)[:2], one.network) == wanted}
         costs = self.costs_of(contender, hosts, network)
         mine = [one for one in self.trained if (one.contender, one.hosts) == (contender, hosts)]
-        return [replay(one, costs) for one in mine] if costs else []
+        return {one.seed: replay(one, costs) for one in mine} if costs else {}
 
     def standings(self, hosts: int, network: str) -> list[Standing]:
         """The contenders that are known, the first to reach the target first."""
-        goal = self.goal(hosts)
         found = [
-            standing(name, runs, goal, self._diverged(name, hosts))
+            standing(name, list(runs.values()), [self.goal(hosts, seed) for seed in runs], self._diverged(name, hosts))
             for name in self.contenders(hosts)
             if (runs := self.runs(name, hosts, network))
         ]
