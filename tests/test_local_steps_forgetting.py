@@ -13,8 +13,9 @@ from torch import Tensor, nn
 import oktopk
 from oktopk.algorithms import ALGORITHMS
 from oktopk.bench.rivals import Ablation
+from oktopk.cli import main
 from oktopk.config import KEPT_RARELY
-from oktopk.errors import ConfigError, MismatchError
+from oktopk.errors import ConfigError, MismatchError, OkTopkError
 from oktopk.training.config import TrainConfig
 from oktopk.transport import ThreadTransport, run_world
 from oktopk.workloads.base import Recipe
@@ -137,7 +138,8 @@ def test_buffers_are_equal_in_the_end_though_weights_are_already() -> None:
     assert torch.equal(mean, other) and torch.equal(weights, others)
 
 
-def test_it_is_the_plain_rule() -> None:
+@pytest.mark.parametrize("kept", [0, 0.25])
+def test_it_is_the_plain_rule(kept: float) -> None:
     """Error feedback on the change of weights, written down again in `Ablation`."""
     numel, rounds = 50, 4
 
@@ -151,8 +153,8 @@ def test_it_is_the_plain_rule() -> None:
             model.weight.copy_(start[None])
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         options: Any = {"algorithm": "topka", "wire": "int8", "min_numel": 0, "hosts": None}
-        handle = oktopk.local_steps(model, optimizer, 0.2, keep_owed=False, group=transport, **options)
-        plain, own = Ablation(start, [start.shape], transport, density=0.2, keeps=0, largest=1), start.clone()
+        handle = oktopk.local_steps(model, optimizer, 0.2, keep_owed=kept, group=transport, **options)
+        plain, own = Ablation(start, [start.shape], transport, density=0.2, keeps=kept, largest=1), start.clone()
         for turn in range(rounds):
             model.weight.grad = change(turn)[None]
             optimizer.step()
@@ -215,21 +217,20 @@ def test_what_is_owed_outlives_other_worlds_and_other_ways_to_owe(
 
 
 @pytest.mark.parametrize("kept", [0.0, 0.25])
-def test_a_bad_step_leaves_the_shared_weights_and_what_is_owed_alone(kept: float) -> None:
+@pytest.mark.parametrize("is_finished", [False, True])
+def test_a_bad_step_leaves_the_shared_weights_and_what_is_owed_alone(kept: float, is_finished: bool) -> None:
     def work(transport: ThreadTransport) -> tuple[Tensor, Tensor]:
         model = model_of()
         optimizer = sgd(model)
         options: Any = {"density": 0.1, "min_numel": 0, "group": transport, "on_nonfinite": "skip"}
         with oktopk.local_steps(model, optimizer, keep_owed=kept, **options) as handle:
             push(model, optimizer, transport.rank, 0)
+            if is_finished:
+                handle.finish()
             before, owed = shared_of(handle).clone(), handle.owed()
             if transport.rank == 0:
-                with torch.no_grad():
-                    next(model.parameters())[0, 0] = math.nan
-                handle._written = handle._weights.written()
-            for parameter in model.parameters():
-                parameter.grad = torch.zeros_like(parameter)
-            optimizer.step()
+                spoil(model, handle)
+            stand_still(model, optimizer)
             assert torch.equal(shared_of(handle), before) and weights_of(model).isfinite().all()
             for name, part in handle.owed().items():  # the share that a bad weight kept is known but for its rounding
                 torch.testing.assert_close(part, owed[name], rtol=0, atol=1e-6 if kept else 0.0)
@@ -238,6 +239,51 @@ def test_a_bad_step_leaves_the_shared_weights_and_what_is_owed_alone(kept: float
 
     first, second = run_world(2, work)
     assert torch.equal(first[0], second[0]) and first[0].isfinite().all() and first[1].isfinite().all()
+
+
+def spoil(model: nn.Module, handle: oktopk.LocalSteps) -> None:
+    """As a bad step would."""
+    with torch.no_grad():
+        next(model.parameters())[0, 0] = math.nan
+    handle._written = handle._weights.written()
+
+
+def stand_still(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("kept", [1.0, 0.25])
+def test_all_end_with_the_same_weights_though_the_last_synchronisation_was_skipped(kept: float) -> None:
+    def work(transport: ThreadTransport) -> Tensor:
+        model = model_of()
+        optimizer = sgd(model)
+        options: Any = {"density": 0.1, "min_numel": 0, "group": transport, "on_nonfinite": "skip"}
+        with oktopk.local_steps(model, optimizer, keep_owed=kept, **options) as handle:
+            push(model, optimizer, transport.rank, 0)
+            if transport.rank == 0:
+                spoil(model, handle)
+            stand_still(model, optimizer)
+            handle.finish()
+            return weights_of(model)
+
+    first, second = run_world(2, work)
+    assert torch.equal(first, second) and first.isfinite().all()
+
+
+def test_weights_that_were_loaded_are_not_quietly_replaced_in_the_end() -> None:
+    def work(transport: ThreadTransport) -> None:
+        model = model_of()
+        optimizer = _adam(model)
+        with oktopk.local_steps(model, optimizer, every=4, min_numel=0, group=transport) as handle:
+            for step in range(4):
+                push(model, optimizer, transport.rank, step)
+            model.load_state_dict(model_of(7).state_dict())
+            with pytest.raises(OkTopkError, match=r"handle\.restart"):
+                handle.finish()
+
+    run_world(2, work)
 
 
 def _lamb(model: nn.Module) -> Lamb:
@@ -279,15 +325,32 @@ def test_the_trainer_chooses_alike() -> None:
     assert recipe(keep_owed=0).keep_owed == 0 and recipe(every=4, keep_owed=0.5).keep_owed == 0.5
     config = TrainConfig(workload="speech", reduce="updates", every=4)
     assert config.recipe(Recipe(optimizer="adamw", keep_owed=1), 2).keep_owed == 1, "as the preset says"
+    assert TrainConfig(workload="gpt", keep_owed=True).keep_owed == 1.0
     with pytest.raises(ConfigError, match="keep_owed is for --reduce updates"):
         TrainConfig(workload="gpt", reduce="gradients", keep_owed=False)
+    with pytest.raises(ConfigError, match="keep_owed is a share"):
+        TrainConfig(workload="gpt", keep_owed=2.0)
+
+
+@pytest.mark.parametrize(("said", "meant"), [("0.5", 0.5), ("1", 1.0), ("True", 1.0), ("False", 0.0)])
+def test_the_command_line_takes_a_share_or_a_word(said: str, meant: float, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["train", "gpt", "--preset", "tiny", "--reduce", "updates", "--keep-owed", said, "--dry-run"]
+    assert main(arguments) == 0
+    assert f'"keep_owed": {meant}' in capsys.readouterr().out
+
+
+def test_a_file_may_say_true(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('workload = "gpt"\npreset = "tiny"\nreduce = "updates"\nevery = 4\nkeep_owed = true\n')
+    assert main(["train", "--config", str(file), "--dry-run"]) == 0
+    assert '"keep_owed": 1.0' in capsys.readouterr().out
 
 
 def test_what_makes_no_sense_is_refused() -> None:
     model = model_of()
     with pytest.raises(ConfigError, match="overlap=True and keep_owed=0 do not go together"):
         oktopk.local_steps(model, sgd(model), overlap=True, keep_owed=False)
-    with pytest.raises(ConfigError, match=r"keep_owed is a share, from 0 .* to 1, got 1\.5"):
+    with pytest.raises(ConfigError, match=r"keep_owed is a share, from 0 .* to 1 .*, got 1\.5"):
         oktopk.local_steps(model, sgd(model), keep_owed=1.5)
     with pytest.raises(ConfigError, match="keep_owed is about weights"):
         oktopk.Reducer("oktopk", 0.1, keep_owed=False)

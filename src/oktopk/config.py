@@ -162,10 +162,8 @@ class ReducerConfig:
             raise ConfigError(
                 "momentum_correction is for gradients: when updates are reduced, momentum is the optimizer's own."
             )
-        if not 0.0 <= self.keep_owed <= 1.0:
-            raise ConfigError(
-                f"keep_owed is a share, from 0 (own weights forget all they owe) to 1, got {self.keep_owed}."
-            )
+        object.__setattr__(self, "keep_owed", float(self.keep_owed))  # True and 1 are the same
+        require_share("keep_owed", self.keep_owed)
         if self.reduce == "gradients" and self.keep_owed < 1:
             raise ConfigError("keep_owed is about weights: gradients that are owed are always kept beside them.")
         if self.on_nonfinite not in ("raise", "skip"):
@@ -231,6 +229,13 @@ PAPER_BERT: dict[str, Any] = {
     "local_nudge": 1.025, "local_keep": (4 / 5, 5 / 4),
     "global_nudge_up": 1.025, "global_nudge_down": 1.036, "global_keep": (4 / 5, 5 / 4),
 }  # fmt: skip
+
+
+def require_share(name: str, share: float) -> None:
+    if not 0.0 <= share <= 1.0:
+        raise ConfigError(
+            f"{name} is a share, from 0 (own weights forget what they owe) to 1 (they keep it), got {share}."
+        )
 
 
 def require_density(density: float) -> None:

@@ -302,14 +302,17 @@ class LocalSteps:
     def finish(self) -> None:
         """One dense mean of what own weights hold back: all ranks end with the same weights. Every rank must call it.
 
-        That is all that is owed, or with `keep_owed` below 1 the steps since the last synchronisation: what own weights
-        forgot stays owed, since weights that learned to do without would be worse with it. Right after a
-        synchronisation nothing has to travel then: all go back to the shared weights.
+        That is all that is owed, or with `keep_owed` below 1 the steps since the last synchronisation and what weights
+        kept before them: what they forgot stays owed, since weights that learned to do without would be worse with it.
+        Right after a synchronisation nothing has to travel then: all go back to the shared weights.
         """
         self._refuse_while_lent("finish()")
         if self.world_size == 1:
             return
-        self._reductions.finish(self._last_step, is_level=not self._since and self.reducer.config.keep_owed < 1)
+        is_level = not self._since and self.reducer.config.keep_owed < 1
+        if is_level:
+            self._check_weights()
+        self._reductions.finish(self._last_step, is_level)
         self._since = 0
         self._written = self._weights.written()
 

@@ -78,6 +78,7 @@ class UpdateReductions:
         back to the shared ones; only buffers may have to be averaged.
         """
         self.complete()
+        self._reducer._pipeline.reopen()
         if is_level:
             self._weights.forget_owed()
         deferred, self._updates.deferred = self._updates.deferred, False

@@ -268,6 +268,10 @@ class Pipeline:
             return ""
         return " That rank sums a part of its host's gradients: look at all ranks of its host."
 
+    def reopen(self) -> None:
+        """What comes next under the number of the last step is another one: it is not skipped because that was."""
+        self._open_step, self._skipped_step = -1, -1
+
     def _open(self, step: int) -> None:
         if step != self._open_step:
             self._open_step = step

@@ -41,6 +41,7 @@ class _Weights:
     owed: Tensor | None = None  # where own weights do not hold it: flat, as `shared`
     before: tuple[Tensor, ...] = ()  # what own weights were when `owed` was last brought up to date; of those that
     # forget what is owed and have the dtype of the shared ones, these are the shared ones themselves
+    kept: float = 0.0  # what own weights, where they forget what is owed, took of it: so many times what lies beside
     energy: float = 0.0  # sum of squares of what is owed
     difference: Difference | None = None
     source: Source | None = None  # what is being reduced
@@ -172,10 +173,9 @@ class Updates:
     def _good(self, own: Gradient, weights: _Weights) -> Sequence[Tensor]:
         """What own weights were after the last synchronisation, as far as it is known."""
         good = weights.before or own.cut(weights.shared)
-        if self.keeps_all or weights.owed is None:
+        if not weights.kept or weights.owed is None:
             return good
-        kept = self.keep_owed / (1 - self.keep_owed)  # of what lies beside them
-        return [before - kept * owed for before, owed in zip(good, own.cut(weights.owed), strict=True)]
+        return [before - weights.kept * owed for before, owed in zip(good, own.cut(weights.owed), strict=True)]
 
     def owes(self, layout: Layout) -> bool:
         return True
@@ -228,6 +228,7 @@ class Updates:
         finally:
             for weights, owed in aside:
                 weights.owed = owed.add_(weights.owed if weights.owed is not None else 0.0)
+                weights.kept = 0.0
 
     def restore(self, own: Gradient, shared: Tensor, owed: Tensor) -> None:
         """Continue with these shared weights. `owed` is what own weights, as they are now, do not hold of it."""
@@ -292,7 +293,7 @@ class Updates:
         weights = self._of(own)
         if weights.owed is None:
             return
-        dtype = weights.shared.dtype
+        dtype, weights.kept = weights.shared.dtype, 0.0
         parts = zip(own.cut(weights.owed), weights.before, own.pieces, own.cut(weights.shared), strict=True)
         for owed, before, piece, shared in parts:
             owed += before.to(dtype) - piece.to(dtype)
@@ -339,6 +340,7 @@ class Updates:
     def _keep_some(self, own: Gradient, weights: _Weights) -> None:
         """Own weights, which are the shared ones, take their share of what lies beside them."""
         assert weights.owed is not None
+        weights.kept = self.keep_owed / (1 - self.keep_owed)
         for before, piece, owed in zip(weights.before, own.pieces, own.cut(weights.owed), strict=True):
             piece.copy_(before.to(owed.dtype) - self.keep_owed * owed)
             owed -= before.to(owed.dtype) - piece.to(owed.dtype)

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from oktopk.config import RARELY, Density, require_density, update_defaults
+from oktopk.config import RARELY, Density, require_density, require_share, update_defaults
 from oktopk.errors import ConfigError
 from oktopk.training.devices import DeviceName, Precision
 from oktopk.workloads.base import Recipe
@@ -38,8 +38,7 @@ class TrainConfig:
     reduce: Literal["gradients", "updates"] | None = None  # updates: workers (or hosts) step, changes are summed;
     # None: the preset's, or gradients if an algorithm, a density or a warm-up is named
     every: int | Literal["auto"] = 1  # steps between synchronisations of updates; auto: a tenth of the time
-    keep_owed: float | None = None  # share of what a worker owes that its weights contain; None: 1, or a quarter if
-    # every is 4 or more and the optimizer adamw
+    keep_owed: float | bool | None = None  # share of what is owed that weights contain; None: 1, adamw every 4: 0.25
     wire: str | None = None  # float32, float16, bfloat16, int8, int4, codebook2; None: float32, for updates narrower
     hosts: int | Literal["auto"] = "auto"  # workers of a host, which sum densely first; auto: find out; 1: none do
     min_numel: int = 1024  # parameters smaller than this go dense
@@ -103,6 +102,9 @@ class TrainConfig:
             raise ConfigError(f"beta2 must be in [0, 1), got {self.beta2}: 0.999 remembers about 1,000 steps.")
         if self.every != "auto" and self.every < 1:
             raise ConfigError(f"every must be 1 or more steps, or auto, got {self.every}.")
+        if self.keep_owed is not None:
+            object.__setattr__(self, "keep_owed", float(self.keep_owed))  # true and 1 are the same
+            require_share("keep_owed", self.keep_owed)
         if self.reduce is not None:
             self._check_reduce(self.reduce)
         if self.bucket_mb is not None and self.bucket_mb <= 0:
@@ -116,7 +118,7 @@ class TrainConfig:
         if reduce == "gradients":
             if self.every != 1:
                 raise ConfigError(f"every is for --reduce updates, got {self.every}: gradients travel at every step.")
-            if self.keep_owed is not None and self.keep_owed < 1:
+            if self.keep_owed is not None and self.keep_owed != 1:
                 raise ConfigError("keep_owed is for --reduce updates: gradients that are owed lie beside weights.")
             return
         for name in _ABOUT_GRADIENTS:

@@ -5,7 +5,8 @@ Benchmark code: plain and slow, every rank of it behind one verb, `synchronize_`
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
+from typing import Any
 
 from oktopk.bench.rivals.ablation import Ablation
 from oktopk.bench.rivals.base import Rival
@@ -17,7 +18,7 @@ from oktopk.bench.rivals.sparta_diloco import SpartaDiLoCo
 __all__ = ["RIVALS", "Ablation", "DiLoCo", "Rival", "SparseLoCo", "Sparta", "SpartaDiLoCo"]
 
 # Each is made from the weights that all ranks start with (flat), their shapes, a transport, and published settings.
-RIVALS: dict[str, Callable[..., Rival]] = {
+RIVALS: Mapping[str, type[Any]] = {
     "sparseloco": SparseLoCo,
     "sparta": Sparta,
     "diloco": DiLoCo,

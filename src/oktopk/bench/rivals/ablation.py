@@ -4,7 +4,7 @@ owed = decay * owed + what the local steps changed
 sent = some of it, as `randomk` or `topka` choose and round it
 shared -= mean of sent
 owed -= sent
-own = shared - owed, or shared: then a rank forgets what it owes until it is sent
+own = shared - keeps * owed: what is not kept, a rank forgets until it is sent
 """
 
 from __future__ import annotations
@@ -28,13 +28,15 @@ _OF_THE_LARGEST = "topka"  # all that was chosen arrives: nothing is cut globall
 class Ablation:
     """With the settings it has, `oktopk.local_steps` in plain code."""
 
+    levels = False
+
     def __init__(
         self,
         start: Tensor,
         shapes: Sequence[Size],
         transport: Transport,
         density: float | None = None,  # share of the entries that travels; None: that of local_steps
-        keeps: float = 1,  # 1: own weights contain what is owed; 0: they are the shared ones after a synchronisation
+        keeps: float = 1,  # share of what is owed that own weights contain after a synchronisation
         decay: float = 1.0,  # of what is owed, per synchronisation
         largest: float = 0,  # 1: the largest entries travel; 0: each in its turn
     ) -> None:
@@ -43,20 +45,19 @@ class Ablation:
         config, algorithm = ALGORITHMS[name]
         kernels = choose(torch.device("cpu")).kernels
         self._algorithm = algorithm(config(), Tools(transport, Wire(usual.wire), Wire(), kernels))
-        self._transport, self._keeps, self._decay = transport, bool(keeps), decay
+        self._transport, self._keeps, self._decay = transport, keeps, decay
         self._k = max(1, round((density or usual.density) * start.numel()))
         self._shared, self._owed = start.clone(), torch.zeros_like(start)
 
     def synchronize_(self, own: Tensor) -> None:
         # 1. What the steps since the last time changed, and what is owed from before.
-        lived_with = self._owed if self._keeps else torch.zeros_like(own)
-        acc = self._owed * self._decay + (self._shared - own - lived_with)
+        acc = self._owed * self._decay + (self._shared - own - self._keeps * self._owed)
         # 2. Some of it travels; the rest, and what rounding took, stays owed.
         reduced = self._algorithm.reduce(acc, self._k)
         self._owed = acc - reduced.sent.to_dense()
         self._shared -= reduced.mean.to_dense()
-        own.copy_(self._shared - self._owed if self._keeps else self._shared)
+        own.copy_(self._shared - self._keeps * self._owed)
 
     def finish_(self, own: Tensor) -> None:
-        """What own weights contain arrives: all that is owed, or the steps since the last synchronisation alone."""
+        """What own weights contain arrives."""
         mean_(own, self._transport)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +12,8 @@ from oktopk.transport.base import Transport
 
 class Rival(Protocol):
     """One rank of a way to keep ranks together that step by themselves. Every rank calls the same in the same order."""
+
+    levels: ClassVar[bool]  # a synchronisation leaves all ranks with the same weights
 
     def synchronize_(self, own: Tensor) -> None:
         """Bring this rank's weights (flat, float32) together with those of the others, after some local steps."""

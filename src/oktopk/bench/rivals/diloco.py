@@ -14,6 +14,8 @@ from oktopk.transport.base import Transport
 class DiLoCo:
     """The mean change of weights is the gradient of an outer optimizer; ranks go on from where that leads."""
 
+    levels = True
+
     def __init__(
         self,
         start: Tensor,

@@ -29,6 +29,8 @@ _RANGE = 6  # standard deviations that the bins cover
 class SparseLoCo:
     """Messages hold four means per tensor, 2 bits per value, and 12 bits per index where not all of a block is sent."""
 
+    levels = True
+
     def __init__(
         self,
         start: Tensor,

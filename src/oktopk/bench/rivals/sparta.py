@@ -14,6 +14,8 @@ from oktopk.transport.base import Transport
 class Sparta:
     """Nothing but the drawn weights travels, as float32; all ranks draw alike, so no index does."""
 
+    levels = False
+
     def __init__(
         self,
         start: Tensor,

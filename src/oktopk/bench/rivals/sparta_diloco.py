@@ -14,6 +14,8 @@ from oktopk.transport.base import Transport
 class SpartaDiLoCo:
     """A random share of the weights every time, and an outer step every so many times."""
 
+    levels = False  # every outer step does
+
     def __init__(
         self,
         start: Tensor,
@@ -36,4 +38,4 @@ class SpartaDiLoCo:
             self._diloco.synchronize_(own)
 
     def finish_(self, own: Tensor) -> None:
-        self._sparta.finish_(own)
+        self._diloco.finish_(own)

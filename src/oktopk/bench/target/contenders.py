@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -52,6 +53,8 @@ class Participant:
     clip: Callable[[], object]  # limit gradients before they are stepped on
     exchange: Callable[[int], None] = lambda step: None  # what follows a step, if it is not part of it
     finish: Callable[[], None] | None = None  # the last step is done: all ranks end with the same weights
+    shared: Callable[[], AbstractContextManager[None]] = nullcontext  # inside, the model has the weights with which a
+    # training ends that ends right after an exchange
     close: Callable[[], None] = lambda: None
     settles: int = 1  # steps of a kind until the next are like all others
 
@@ -120,7 +123,7 @@ def _updates(setting: Setting) -> Participant:
     """As `oktopk train --reduce updates` does."""
     optimizer = make_optimizer(setting.recipe, setting.model.parameters())
     made = make_synchronisation(setting.config, setting.recipe, optimizer, setting.model, MemorySink())
-    return Participant(setting.model, made, made.synchronize, finish=made.finish, close=made.close)
+    return Participant(setting.model, made, made.synchronize, finish=made.finish, close=made.close, shared=made.shared)
 
 
 def _rival(setting: Setting, name: str, settings: Mapping[str, float]) -> Participant:
@@ -170,7 +173,7 @@ def _after_warmup(recipe: Recipe, steps: int) -> Schedule:
 
 def _local(how: str, every: int, name: str, settings: Mapping[str, float] | None = None, outer: int = 0) -> Contender:
     attach = partial(_rival, name=name, settings=settings or {})
-    levels = name in ("diloco", "sparseloco")
+    levels = RIVALS[name].levels
     return Contender(how, "updates", lambda recipe, steps: Schedule(0, every, outer, levels), attach)
 
 

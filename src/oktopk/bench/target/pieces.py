@@ -17,6 +17,7 @@ from oktopk.bench.processes import Record, run_ranks
 from oktopk.bench.target.contenders import CONTENDERS, OURS, require_contenders
 from oktopk.bench.target.replay import Costs, Measured, Moment, Trained
 from oktopk.bench.target.schedule import FINAL, Schedule
+from oktopk.bench.target.timing import ROUNDS
 from oktopk.bench.target.training import EVALUATIONS, Job
 from oktopk.errors import ClusterError, ConfigError
 from oktopk.training.run_directory import STEPS, RunDirectory, read_json, write_json
@@ -131,13 +132,13 @@ class Training:
         metric = run.config["metric"]
         final = [row for row in run.rows(STEPS) if row["kind"] == FINAL]
         more, sent = sum(row["seconds"] for row in final), sum(row["bytes_sent"] for row in final)
-        moments = tuple(
-            Moment(
-                row["step"], row["validation"][metric],
-                row["seconds"] + (more if row["step"] else 0.0), row["bytes_sent"] + (sent if row["step"] else 0),
-            )
-            for row in run.rows(EVALUATIONS) if metric in row["validation"]
-        )  # fmt: skip
+        schedule = Schedule(**run.config["schedule"])
+
+        def moment(row: Mapping[str, Any]) -> Moment:
+            seconds, nbytes = (0.0, 0) if schedule.is_level(row["step"]) else (more, sent)
+            return Moment(row["step"], row["validation"][metric], row["seconds"] + seconds, row["bytes_sent"] + nbytes)
+
+        moments = tuple(moment(row) for row in run.rows(EVALUATIONS) if metric in row["validation"])
         label = self.network.label if self.network else ""
         return Measured(self.job.contender, self.job.hosts, label, self.job.seed, moments)
 
@@ -202,7 +203,7 @@ class Timing:
 
     def _asked(self, job: Job) -> dict[str, Any]:
         """What step times depend on: not the seed, nor how often quality is looked at."""
-        return asdict(replace(job, seed=0, evaluations=1)) | {"seconds": self.seconds}
+        return asdict(replace(job, seed=0, evaluations=1)) | {"seconds": self.seconds, "rounds": ROUNDS}
 
     def _dense_steps(self) -> int:
         """As many as fit into the time, of those that stand before others."""

@@ -17,7 +17,7 @@ class Schedule:
     start: int = 0  # dense steps before all others
     every: int = 1  # steps from one exchange to the next; those between are local
     outer: int = 0  # steps from one outer step to the next, which is also an exchange; 0: there are none
-    levels: bool = False  # after an exchange all ranks have the same weights: nothing is left to end a training there
+    levels: bool = False  # after an exchange ranks need nobody to end with the same weights
 
     def kind(self, step: int) -> str:
         """Of step number `step`, from 0."""
@@ -28,8 +28,9 @@ class Schedule:
         return LOCAL if (step + 1) % self.every else EXCHANGE
 
     def is_level(self, steps: int) -> bool:
-        """Whether ranks are alike after so many steps without being brought together."""
-        return steps == 0 or (self.levels and self.kind(steps - 1) in (EXCHANGE, OUTER))
+        """Whether nothing has to travel to end a training after so many steps."""
+        kind = self.kind(steps - 1) if steps else OUTER
+        return kind == OUTER or (self.levels and kind == EXCHANGE)
 
     def counts(self, steps: int) -> Mapping[str, int]:
         """How many of the first steps are of each kind."""

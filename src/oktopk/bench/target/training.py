@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from itertools import count
@@ -94,7 +95,7 @@ class Training:
         schedule = contender.schedule(self.recipe, self.steps)
         self.schedule = schedule if brief is None else schedule.brief(brief, BRIEF_CYCLE)
         self.model = self.workload.model()
-        self._copy = deepcopy(self.model)
+        self._copy: nn.Module | None = None  # to look at quality with
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         setting = Setting(self._config(job), self.recipe, self.model, self._transport, self.schedule)
         self.participant: Participant = contender.attach(setting)
@@ -139,11 +140,15 @@ class Training:
 
     def quality(self) -> dict[str, float]:
         """Of what training would end with here, in a copy: `local_steps` would notice that weights changed."""
-        pairs = list(zip(_tensors(self._copy), _tensors(self.model), strict=True))
-        for copy, own in pairs:
-            copy.copy_(own)
-        differing = pairs if self.participant.finish else pairs[len(list(self.model.parameters())) :]
-        self.world.average_([copy for copy, _ in differing if copy.is_floating_point()])
+        is_level = self.done > 0 and self.schedule.is_level(self.done)
+        with self.participant.shared() if is_level else nullcontext():
+            self._copy = self._copy or deepcopy(self.model)
+            copies = _tensors(self._copy)
+            for copy, own in zip(copies, _tensors(self.model), strict=True):
+                copy.copy_(own)
+        is_apart = self.participant.finish is not None and not is_level
+        differing = copies if is_apart else copies[len(list(self.model.parameters())) :]
+        self.world.average_([copy for copy in differing if copy.is_floating_point()])
         numbers = validate(self._copy, self.workload, self.world)
         self._counted = self._sent()
         return numbers
