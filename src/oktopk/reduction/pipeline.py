@@ -352,7 +352,7 @@ class Pipeline:
                 )
         self._steps = {str(name): int(step) for name, step in state["steps"].items()}
         self.gradient_scale = float(state["gradient_scale"])
-        self._open_step, self._skipped_step = -1, -1
+        self.reopen()
         self.grouping.resume(state["groups"])
         self.feedback.load_state_dict(state["residuals"], state["velocities"])
         self._algorithms, self._loaded_algorithms = {}, dict(state["algorithms"])

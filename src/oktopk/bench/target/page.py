@@ -26,7 +26,7 @@ networks of several rates, each contender as a user would run it. This page is g
 `--docs docs`; the command above a table makes it again, and goes on where it was interrupted.
 
 - **Quality** comes from one whole training per contender and seed, with real ranks on loopback: it does not depend on
-  the network. It is that of the mean of all ranks' weights, as if training ended there.
+  the network. It is that of the weights with which a training would end there.
 - **Time** is that training replayed: so many dense steps, local steps, steps with an exchange, and the mean that ends
   it, each with what it takes on emulated hosts whose links have the rate. All contenders are timed in the same
   processes, in turns, four times, so that a slow minute of the machine is everybody's (where a command says

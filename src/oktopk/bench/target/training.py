@@ -1,7 +1,7 @@
 """The work of one rank in a whole training of a contender, over real batches, with its quality on the way.
 
-Quality is that of the mean of all ranks' weights, as if training ended there; to find it is not part of the time of a
-training, nor of its bytes.
+Quality is that of the weights with which a training would end there: the mean of all ranks' weights, or those that an
+exchange has just left. To find it is not part of the time of a training, nor of its bytes.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class Training:
         """Of what training would end with here, in a copy: `local_steps` would notice that weights changed."""
         is_level = self.done > 0 and self.schedule.is_level(self.done)
         with self.participant.shared() if is_level else nullcontext():
-            self._copy = self._copy or deepcopy(self.model)
+            self._copy = deepcopy(self.model) if self._copy is None else self._copy
             copies = _tensors(self._copy)
             for copy, own in zip(copies, _tensors(self.model), strict=True):
                 copy.copy_(own)
