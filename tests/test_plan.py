@@ -242,10 +242,11 @@ def test_updates_are_synchronised_so_rarely_that_it_takes_a_tenth_of_the_time() 
     assert (advise_updates(alone, MACHINE, "lamb").every, advise_updates(alone, MACHINE, "lamb").speedup) == (1, 1.0)
 
 
-def test_the_rate_of_adamw_grows_with_the_root_of_the_ranks_and_that_of_lamb_does_not() -> None:
-    assert advise_updates(SLOW, MACHINE, "adamw").rate_factor == 2.0
-    assert "learning rate 2 times that of dense" in recommend_updates(SLOW, MACHINE, "adamw")
-    assert "learning rate that of dense" in recommend_updates(SLOW, MACHINE, "lamb")
+def test_rates_grow_with_the_root_of_the_ranks_except_that_of_sgd() -> None:
+    for optimizer in ("adamw", "lamb"):
+        assert advise_updates(SLOW, MACHINE, optimizer).rate_factor == 2.0
+        assert "learning rate 2 times that of dense" in recommend_updates(SLOW, MACHINE, optimizer)
+    assert "learning rate that of dense" in recommend_updates(SLOW, MACHINE, "sgd")
 
 
 def test_a_whole_training_is_its_dense_start_and_its_sparse_steps() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def test_alone_a_run_is_what_it_is_without(tmp_path: Path, capsys: pytest.Captur
     assert "owed by 0" in capsys.readouterr().out
 
 
-def test_updates_want_no_dense_start_and_under_adamw_a_larger_rate() -> None:
+def test_updates_want_no_dense_start_and_a_larger_rate_unless_under_sgd() -> None:
     base = Recipe(optimizer="adamw", lr=0.01, density=0.02, warmup_steps=100)
     recipe = TrainConfig(reduce="updates").recipe(base, 4)
     assert (recipe.lr, recipe.density, recipe.warmup_steps) == (0.02, 0.3, 0)
@@ -54,7 +54,8 @@ def test_updates_want_no_dense_start_and_under_adamw_a_larger_rate() -> None:
     largest = TrainConfig(reduce="updates", algorithm="oktopk").recipe(base, 4)
     assert (largest.density, largest.wire) == (0.05, "int8")
     assert TrainConfig(reduce="updates", lr=0.5).recipe(base, 4).lr == 0.5
-    assert TrainConfig(reduce="updates", optimizer="lamb").recipe(base, 4).lr == 0.01
+    assert TrainConfig(reduce="updates", optimizer="lamb").recipe(base, 4).lr == 0.02
+    assert TrainConfig(reduce="updates", optimizer="sgd").recipe(base, 4).lr == 0.01
     assert TrainConfig().recipe(base, 4) == base
 
 
@@ -83,8 +84,9 @@ def test_who_names_an_algorithm_a_density_or_dense_steps_means_gradients(said: d
     assert (recipe.reduce, recipe.lr, recipe.density, recipe.warmup_steps) == ("gradients", 0.01, 0.02, 100)
 
 
-def test_updates_under_adamw_want_a_longer_rise_of_a_higher_rate() -> None:
-    base = Recipe(optimizer="adamw", lr=0.01, lr_warmup_epochs=1.5, reduce="updates")
+@pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
+def test_updates_want_a_longer_rise_of_a_higher_rate(optimizer: Literal["adamw", "lamb"]) -> None:
+    base = Recipe(optimizer=optimizer, lr=0.01, lr_warmup_epochs=1.5, reduce="updates")
     several, alone = TrainConfig().recipe(base, 4), TrainConfig().recipe(base, 1)
     assert (several.lr, several.lr_warmup_epochs) == (0.02, 3.0)
     assert (alone.lr, alone.lr_warmup_epochs) == (0.01, 1.5)

@@ -11,6 +11,7 @@ from typing_extensions import TypedDict
 from oktopk.errors import ConfigError, nearest
 
 Density = float | Mapping[int, float]  # a constant, or {step: density from that step on}
+Optimizer = Literal["sgd", "adamw", "lamb"]  # of a preset, and of advice
 AUTO = "auto"  # in the place of an algorithm or a wire: found by trying
 WIRES = ("float32", "float16", "bfloat16", "int8", "int4", "codebook2")  # the finest first
 
@@ -43,6 +44,15 @@ def update_defaults(algorithm: str | None = None, rarely: bool = False) -> Updat
     if name == "randomk":
         return UpdateDefaults(name, 0.3, "codebook2")
     return UpdateDefaults(name, 0.06, "codebook2", KEPT_RARELY) if rarely else UpdateDefaults(name, 0.05, "int8")
+
+
+def rate_factor(optimizer: Optimizer, workers: int) -> float:
+    """What to multiply the best learning rate of dense with where `workers` step by themselves.
+
+    Steps of AdamW and LAMB are as long however noisy their gradients are. The noise cancels in the mean of several
+    workers' steps, which is shorter for it than a step on the mean of their gradients.
+    """
+    return 1.0 if optimizer == "sgd" else workers**0.5
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import Literal
 
 from oktopk.bench.machine import Machine
 from oktopk.bench.planner import Prediction, Scenario, predict_step
-from oktopk.config import RARELY, UpdateDefaults, update_defaults
+from oktopk.config import RARELY, Optimizer, UpdateDefaults, rate_factor, update_defaults
 from oktopk.front_ends.every import MOST, SHARE
-
-Optimizer = Literal["sgd", "adamw", "lamb"]
 
 
 @dataclass(frozen=True)
@@ -43,8 +40,7 @@ def advise_updates(scenario: Scenario, machine: Machine, optimizer: Optimizer) -
     step = computing + synchronising / every
     dense = predict_step(scenario, machine, "dense", "float32").step_seconds
     workers = scenario.hosts if scenario.has_hosts else scenario.ranks
-    factor = workers**0.5 if optimizer == "adamw" else 1.0
-    return UpdateAdvice(usual, every, synchronising, step, dense / step, factor)
+    return UpdateAdvice(usual, every, synchronising, step, dense / step, rate_factor(optimizer, workers))
 
 
 def as_one_vector(scenario: Scenario, sent: UpdateDefaults) -> Scenario:

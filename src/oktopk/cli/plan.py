@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from oktopk.cli.console import bytes_text, console, duration_text, table
+from oktopk.config import Optimizer
 from oktopk.errors import ConfigError
 
 if TYPE_CHECKING:
     from oktopk.bench.machine import Machine
     from oktopk.bench.planner import Prediction, Scenario
     from oktopk.bench.training_time import Length
-    from oktopk.bench.update_advice import Optimizer
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Advise:
     network: str = "loopback"  # what to emulate when no launcher started this
     compute: str = "200ms"  # a step without synchronisation
     backward: str = ""  # the part of it that synchronisation can hide behind; default: half of compute
-    optimizer: Literal["sgd", "adamw", "lamb"] | None = None  # what steps the weights; None: an answer for each kind
+    optimizer: Optimizer | None = None  # what steps the weights; None: an answer for each kind
     steps: int = 0  # of the whole training: also say what that takes; 0: only a step
     warmup_steps: int = 0  # dense steps before sparse ones, in a whole training
 

@@ -10,13 +10,12 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from oktopk.config import RARELY, Density, require_density, require_share, update_defaults
+from oktopk.config import RARELY, Density, Optimizer, rate_factor, require_density, require_share, update_defaults
 from oktopk.errors import ConfigError
 from oktopk.training.devices import DeviceName, Precision
 from oktopk.workloads.base import Recipe
 
 _BUCKET_MB, _BUCKET_MB_WITHOUT_OVERLAP = 25.0, 256.0
-Optimizer = Literal["sgd", "adamw", "lamb"]
 
 
 @dataclass(frozen=True)
@@ -155,17 +154,16 @@ class TrainConfig:
         return self.reduce or ("gradients" if about_gradients else base.reduce)
 
     def _for_updates(self, base: Recipe, steppers: int) -> Recipe:
-        """Updates need no dense steps. Under AdamW they want a rate that is larger by the root of the number of ranks
-        or hosts that step by themselves, whose gradients are noisier than the mean of all; and twice the rise of it."""
+        """Updates need no dense steps. Where ranks or hosts step by themselves, AdamW and LAMB want a higher rate, and
+        twice the rise of it."""
         optimizer = self.optimizer or base.optimizer
         keeps = base.keep_owed if self.keep_owed is None else self.keep_owed
         rarely = self.every != "auto" and self.every >= RARELY and optimizer == "adamw"
         usual = update_defaults(self.algorithm, rarely if keeps is None else keeps < 1)
         usual = usual if keeps is None else replace(usual, keep_owed=keeps)
         base = replace(base, reduce="updates", warmup_steps=0, **asdict(usual))
-        if optimizer != "adamw" or steppers == 1:
-            return base
-        return replace(base, lr=base.lr * steppers**0.5, lr_warmup_epochs=2 * base.lr_warmup_epochs)
+        factor = rate_factor(optimizer, steppers)
+        return replace(base, lr=base.lr * factor, lr_warmup_epochs=base.lr_warmup_epochs * (2 if factor > 1 else 1))
 
     @property
     def steppers(self) -> int:

@@ -18,6 +18,8 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor, nn
 
+from oktopk.config import Optimizer
+
 
 @dataclass(frozen=True)
 class Metric:
@@ -31,7 +33,7 @@ class Metric:
 class Recipe:
     """How a preset is trained unless the user says otherwise."""
 
-    optimizer: Literal["sgd", "adamw", "lamb"] = "sgd"
+    optimizer: Optimizer = "sgd"
     lr: float = 0.01
     momentum: float = 0.9
     weight_decay: float = 0.0

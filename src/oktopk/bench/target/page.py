@@ -39,7 +39,7 @@ networks of several rates, each contender as a user would run it. This page is g
   training stand in brackets.
 - **Sent** is what one host's interface sent, by the kernel's counter: headers and acknowledgements included.
 - **Rates.** Contenders that reduce gradients get the rate of dense. All whose ranks step by themselves, ours and the
-  rivals, get that times the root of the number of hosts under AdamW, and that of dense under SGD and LAMB.
+  rivals, get that times the root of the number of hosts under AdamW and LAMB, and that of dense under SGD.
 """
 NOTE = (
     "Rivals with local steps synchronise as often as the lower end of what their papers try: trainings here are short. "
