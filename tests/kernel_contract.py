@@ -88,6 +88,7 @@ class Contract:
 
     thrift = 1  # one of so many random examples is tried
     large = 300_001  # entries of a vector that is sampled
+    glance_error = 0.5  # some have a sample of 128 entries
     densities: tuple[float, ...] = (0.001, 0.02, 0.3)
 
     def examples(self, count: int) -> int:
@@ -279,6 +280,21 @@ class DenseContract(Contract):
             assert math.isfinite(kernels.scan(difference, 5))
             difference.own[piece][place] = bad
             assert not math.isfinite(kernels.scan(difference, 5))
+            assert not math.isfinite(kernels.glance(difference))
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    def test_a_glance_tells_nearly_how_much_a_difference_holds(self, kernels: Kernels, dtype: torch.dtype) -> None:
+        short, long = differing([7, 130, 64], dtype), differing([2 * self.large, 3, 2 * self.large], dtype)
+        for difference, tolerance in ((short, 1e-6), (long, self.glance_error)):
+            squares = float((difference.shared - torch.cat(difference.own)).double().square().sum())
+            assert kernels.glance(difference) == pytest.approx(squares, rel=tolerance)
+
+    def test_a_glance_tells_a_difference_that_overflows(self, kernels: Kernels) -> None:
+        difference = differing([4 * self.large, 3])
+        difference.shared[5], difference.own[0][5] = 3e38, -3e38
+        assert not math.isfinite(kernels.glance(difference))
+        difference.shared[5], difference.own[0][5] = 3e38, 3e38
+        assert math.isfinite(kernels.glance(difference))
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
     def test_moving_takes_what_was_sent_from_the_difference_and_the_mean_from_both(

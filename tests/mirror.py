@@ -37,6 +37,9 @@ class MirroredKernels:
     def scan(self, difference: Difference, k: int = 0) -> float:
         return self._kernels.scan(self._difference(difference), k)
 
+    def glance(self, difference: Difference) -> float:
+        return self._kernels.glance(self._difference(difference))
+
     def select_topk(self, x: Source, k: int) -> tuple[SparseVector, float]:
         return self._kernels.select_topk(self._source(x), k)
 

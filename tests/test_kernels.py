@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kernel_contract import SPEC, DenseContract, SparseContract, assert_same, example
+from kernel_contract import SPEC, DenseContract, SparseContract, assert_same, differing, example
 from oktopk.errors import ConfigError, UnsupportedError
 from oktopk.kernels import Kernels, choose, cpu_team
 from oktopk.kernels import cpu as cpu_module
@@ -100,3 +100,11 @@ def test_dispatch_falls_back_and_says_why(monkeypatch: pytest.MonkeyPatch, broke
     finally:
         monkeypatch.undo()
         _compiled_obstacle.cache_clear()
+
+
+def test_a_glance_is_good_to_a_few_percent_where_parts_differ_by_far() -> None:
+    difference = differing([1_000_000, 90_000, 1_100_000])
+    for own, factor in zip(difference.own, (1.0, 30.0, 0.1), strict=True):
+        own.mul_(factor)
+    squares = float((difference.shared - torch.cat(difference.own)).double().square().sum())
+    assert CpuKernels().glance(difference) == pytest.approx(squares, rel=0.05)

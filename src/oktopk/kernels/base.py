@@ -42,6 +42,10 @@ class Kernels(Protocol):
         """The sum of squares of a difference; not finite if an entry is not. k announces `select_topk` of it."""
         ...
 
+    def glance(self, difference: Difference) -> float:
+        """As `scan` where nothing will be selected: of a long difference the sum may be told from a sample."""
+        ...
+
     def select_topk(self, x: Source, k: int) -> tuple[SparseVector, float]:
         """The k non-zero entries largest in magnitude (ties: lower index first; all, if fewer than k are non-zero).
 

@@ -49,6 +49,9 @@ class KernelsByDevice(SparseOnHost):
     def scan(self, difference: Difference, k: int = 0) -> float:
         return self.of(difference.device).scan(difference, k)
 
+    def glance(self, difference: Difference) -> float:
+        return self.of(difference.device).glance(difference)
+
     def select_topk(self, x: Source, k: int) -> tuple[SparseVector, float]:
         return self.of(x.device).select_topk(x, k)
 

@@ -27,6 +27,7 @@ else:
 
 SAMPLE = 1 << 15  # entries that tell a threshold; more = fewer candidates, slower sample
 SHARE = 64  # a sample is at most one of this many entries
+GLANCED = 1 << 20  # entries above which a sample tells how much is owed
 SLACK = 1.25  # room for candidates, as a multiple of k
 DEVIATIONS = 4  # by how many standard deviations of the sample more candidates are taken; fewer = more second scans
 SMALL = 1 << 15  # vectors up to this size are candidates as a whole
@@ -84,6 +85,15 @@ class CpuKernels(ReferenceKernels):
         energy = self._scan_and_remember(entries, k) if k > 1 else self._scan(entries, 1, int(NEVER))[0]
         # Squares are summed in the precision of the entries: those of huge ones overflow.
         return energy if isfinite(energy) else super().scan(difference, k)
+
+    def glance(self, difference: Difference) -> float:
+        numel, own = difference.numel(), difference.own
+        limit = torch.finfo(difference.dtype).max / 4  # far from where a difference could overflow
+        if numel <= GLANCED or not is_plain(difference) or not self.all_below(own, limit):
+            return self.scan(difference)
+        entries = self._buffer("glance", as_numpy(difference.shared).dtype, SAMPLE)
+        drawn = Subtraction.of(difference).sample(entries)
+        return float(np.square(entries[:drawn], dtype=np.float64).sum()) * numel / drawn
 
     def select_topk(self, x: Source, k: int) -> tuple[SparseVector, float]:
         if isinstance(x, Difference) and not is_plain(x):

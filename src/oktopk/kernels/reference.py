@@ -30,6 +30,9 @@ class ReferenceKernels:
     def scan(self, difference: Difference, k: int = 0) -> float:
         return float(difference.to_dense().double().square().sum())
 
+    def glance(self, difference: Difference) -> float:
+        return self.scan(difference)
+
     def select_topk(self, x: Source, k: int) -> tuple[SparseVector, float]:
         x = x.to_dense() if isinstance(x, Difference) else x
         magnitude = x.abs()

@@ -63,6 +63,9 @@ class StagedKernels(SparseOnHost):
     def scan(self, difference: Difference, k: int = 0) -> float:
         return sum_of_squares(difference.to_dense())
 
+    def glance(self, difference: Difference) -> float:
+        return self.scan(difference)
+
     def select_topk(self, x: Source, k: int) -> tuple[SparseVector, float]:
         if self._is_elsewhere(x):
             return self._host.select_topk(x, k)

@@ -108,7 +108,8 @@ class Updates:
             return isfinite(weights.energy)
         if weights.is_beside:
             return self.kernels.all_below(own.pieces, inf)
-        weights.energy = self.kernels.scan(self._difference(own, weights), k)
+        difference = self._difference(own, weights)
+        weights.energy = self.kernels.scan(difference, k) if k > 1 else self.kernels.glance(difference)
         return isfinite(weights.energy)
 
     def ahead(self, own: Gradient) -> Source | None:
