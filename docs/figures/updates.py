@@ -29,6 +29,7 @@ from oktopk.plotting.lines import Chart, Series, draw_lines
 DOCS = Path(__file__).parent.parent
 KEPT = DOCS / "bench" / "updates-gpt.jsonl"
 SEEDS, TUNING_SEED = (0, 1, 2), 100
+MORE_SEEDS = tuple(range(9))  # of who is so close that three do not tell
 AT_ONCE = 2  # trainings of two ranks wait for each other often enough
 COMMON = ["--preset", "tiny", "--epochs", "6"]
 DENSE_LR, LR = 0.016, 0.014
@@ -71,6 +72,7 @@ DENSE = Setting("dense", "--algorithm dense", DENSE_LR)
 OURS = updates("in turn, 0.3, codebook2, every step (default)")
 RARE = "largest 0.06, codebook2, every 4 steps, a quarter of what is owed kept (default of every=4)"
 RARE_AND_FEWER = "the same, largest 0.03"
+RARE_AS_SPARSELOCO = "the same, largest 0.026"
 KEEP, FORGET = "--keep-owed 1", "--keep-owed 0"
 RIVALS = {
     "DiLoCo, every 45": "diloco --every 45",
@@ -88,6 +90,9 @@ TUNED: Mapping[str, tuple[Setting, ...]] = {
     },
     RARE: tuple(updates(RARE, "--every 4", lr=lr) for lr in (0.02, 0.028, 0.04)),
     RARE_AND_FEWER: tuple(updates(RARE_AND_FEWER, "--every 4 --density 0.03", lr=lr) for lr in (0.02, 0.028, 0.04)),
+    RARE_AS_SPARSELOCO: tuple(
+        updates(RARE_AS_SPARSELOCO, "--every 4 --density 0.026", lr=lr) for lr in (0.02, 0.028, 0.04)
+    ),
     "the same, nothing kept": tuple(
         updates("the same, nothing kept", f"--every 4 {FORGET}", lr=lr) for lr in (0.014, 0.02, 0.028)
     ),
@@ -171,6 +176,8 @@ def main(data: Path | None) -> None:
     for name, sweep in {**firsts, **SWEEPS}.items():
         print(f"\n\n{name}\n")
         print("\n".join(markdown_table([table_row(one, kept) for one in sweep if mine(kept, one)])))
+    print(f"\n\nas few bytes as SparseLoCo, {len(MORE_SEEDS)} seeds\n")
+    print("\n".join(markdown_table([table_row(one, kept, MORE_SEEDS) for one in close_ones(kept)])))
     draw(kept)
 
 
@@ -194,7 +201,12 @@ def tuning(data: Path) -> Iterator[tuple[Setting, int, Path]]:
 def reported(data: Path) -> Iterator[tuple[Setting, int, Path]]:
     kept = [json.loads(line) for line in KEPT.read_text().splitlines()]
     everyone = [DENSE, *best_of_all(kept), *dict.fromkeys(one for sweep in SWEEPS.values() for one in sweep)]
+    yield from ((one, seed, data) for seed in MORE_SEEDS for one in close_ones(kept))
     yield from ((one, seed, data) for seed in SEEDS for one in everyone)
+
+
+def close_ones(kept: list[dict[str, Any]]) -> list[Setting]:
+    return [one for one in best_of_all(kept) if one.name in ("SparseLoCo, every 4", RARE_AS_SPARSELOCO)]
 
 
 def best_of_all(kept: list[dict[str, Any]]) -> list[Setting]:
@@ -229,14 +241,14 @@ def make(setting: Setting, seed: int, data: Path, scratch: Path) -> None:
     print(f"{setting.name}, rate {setting.lr:g}, seed {seed}: {row['loss']:.4f}", file=sys.stderr)
 
 
-def mine(kept: list[dict[str, Any]], setting: Setting, seed: int | None = None) -> list[dict[str, Any]]:
-    """Trainings of a setting that are reported, or the one with that seed."""
-    seeds = SEEDS if seed is None else (seed,)
+def mine(kept: list[dict[str, Any]], setting: Setting, *seeds: int) -> list[dict[str, Any]]:
+    """Trainings of a setting that are reported, or those with these seeds."""
+    seeds = seeds or SEEDS
     return [row for row in kept if row["command"] == setting.command and row["seed"] in seeds]
 
 
-def table_row(setting: Setting, kept: list[dict[str, Any]]) -> dict[str, Any]:
-    found = mine(kept, setting)
+def table_row(setting: Setting, kept: list[dict[str, Any]], seeds: tuple[int, ...] = SEEDS) -> dict[str, Any]:
+    found = mine(kept, setting, *seeds)
     losses = [row["loss"] for row in found]
     spread = f" ± {stdev(losses):.3f}" if len(losses) > 1 else ""
     return {
