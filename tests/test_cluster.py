@@ -99,12 +99,12 @@ def test_without_root_it_runs_on_loopback_and_says_why(monkeypatch: pytest.Monke
 @needs_root
 def test_the_network_is_as_slow_as_it_says_and_is_gone_afterwards() -> None:
     links = subprocess.run(["ip", "link"], capture_output=True, text=True, env=_with_sbin()).stdout
-    with emulated_cluster(2, Network.parse("100mbit", "1ms")) as cluster:
+    with emulated_cluster(2, Network.parse("10mbit", "1ms")) as cluster:
         assert set(_of(cluster.prefix)) == {cluster.switch, cluster.namespace(0), cluster.namespace(1)}
-        nbytes = 2_000_000
+        nbytes = 60_000  # after a pause: what a bucket has saved up would pass at once
         records = run_ranks(cluster, "oktopk.bench.probe:measure", {"nbytes": nbytes, "repeats": 3}, timeout=60)
         inside = subprocess.run(["ip", "link"], capture_output=True, text=True, env=_with_sbin()).stdout
-    assert records[0][0]["bytes_per_second"] < 1.1 * 100e6 / 8, "the filter lets more through than its rate"
+    assert records[0][0]["bytes_per_second"] < 1.1 * 10e6 / 8, "the filter lets more through than its rate"
     # Frames carry 66 bytes of headers for at most 1448 of payload, and acknowledgements of the other direction.
     assert 3 * nbytes <= records[0][0]["wire_sent"] <= 1.1 * 3 * nbytes
     assert _names(inside) == _names(links), "a link appeared outside"

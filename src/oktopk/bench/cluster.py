@@ -31,8 +31,9 @@ PREFIX = "oktopk"
 INTERFACE = "eth0"
 MOST_HOSTS = 254  # addresses in 10.77.0.0/24
 QUEUE_SECONDS = 0.05  # how long a packet may wait at the filter before it is dropped
-BURST_SECONDS = 0.002  # how much of a second may pass at full speed; enough to keep the filter's timer ahead
-LEAST_BURST = 64 * 1024  # one segment as the kernel hands it over
+LEAST_QUEUE = 512 * 1024  # bytes that wait whatever the rate: less, and a segment of TCP loses its own end
+BURST_SECONDS = 0.0005  # what passes at full speed after a pause; a link has no such thing, the filter's timer needs it
+LEAST_BURST = 2 * 1514  # frames; the kernel cuts longer segments
 REMEDY = "Run as root with iproute2 installed (apt-get install iproute2) to emulate a network."
 
 _serial = count()
@@ -196,7 +197,8 @@ def _delay(cluster: EmulatedCluster, host: int) -> bool:
 
 def _bucket(rate: float) -> list[str]:
     burst = max(LEAST_BURST, int(rate / 8 * BURST_SECONDS))
-    return ["tbf", "rate", f"{rate:.0f}bit", "burst", str(burst), "latency", f"{QUEUE_SECONDS * 1e3:.0f}ms"]
+    queue = max(LEAST_QUEUE, int(rate / 8 * QUEUE_SECONDS))
+    return ["tbf", "rate", f"{rate:.0f}bit", "burst", str(burst), "limit", str(burst + queue)]
 
 
 def _remove(names: Sequence[str]) -> None:
