@@ -30,9 +30,10 @@ networks of several rates, each contender as a user would run it. This page is g
 - **Time** is that training replayed: so many dense steps, local steps, steps with an exchange, and the mean that ends
   it, each with what it takes on emulated hosts whose links have the rate. All contenders are timed in the same
   processes, in turns, four times, so that a slow minute of the machine is everybody's (where a command says
-  `--seconds 1.5` they were still timed one after another). Real batches, real optimizers; looking at quality, starting
-  up and reading data for the first time are not counted. Ranks share the cores of one machine: computation is slower
-  than on machines of their own.
+  `--seconds 1.5` they were still timed one after another, and [on links that let 64 kB through at once after a
+  pause](log.md#the-machine): too good for who sends little at 10 and 100 Mbit/s). Real batches, real optimizers;
+  looking at quality, starting up and reading data for the first time are not counted. Ranks share the cores of one
+  machine: computation is slower than on machines of their own.
 - **The target** is what DDP dense reaches at the end of its recipe with the same seed, within 1%, unless a section says
   otherwise: seeds differ by more than contenders. Headings and figures have the mean over seeds. *Time*, *steps* and
   *sent* are those until the first evaluation that reaches it, the mean over seeds; of who does not, those of the whole
