@@ -176,7 +176,7 @@ print(after(range(200, 500)) - before)
 """
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="elsewhere freed memory cannot be told from kept")
 def test_operations_compiled_for_lengths_that_do_not_come_again_are_forgotten() -> None:
     done = subprocess.run([sys.executable, "-c", MANY_LENGTHS], capture_output=True, text=True, check=True)
