@@ -36,7 +36,7 @@ from oktopk.bench.target.replay import (
 )
 from oktopk.bench.target.results import Results, collect, known_results, read_target, write_target
 from oktopk.bench.target.schedule import WHOLE, Schedule
-from oktopk.bench.target.timing import Samples
+from oktopk.bench.target.timing import Samples, _Timed
 from oktopk.bench.target.training import Job, Seen, evaluation_steps
 from oktopk.cli import main
 from oktopk.cli.bench_target import BenchTarget
@@ -136,12 +136,32 @@ def test_what_a_step_of_a_kind_takes_is_the_mean() -> None:
     assert (found["fastest"]["exchange"], found["slowest"]["exchange"], found["samples"]["exchange"]) == (2, 4, 2)
 
 
-def test_every_kind_is_timed_so_often() -> None:
-    samples = Samples()
-    samples.add_all([seen("exchange", 1), seen("exchange", 1), seen("local", 1)])
-    assert samples.has({"exchange"}, 2) and samples.has({"exchange", "local"}, 1)
-    assert not samples.has({"exchange", "local"}, 2)
-    assert not samples.has({"exchange", "outer"}, 1)
+class Timeable:
+    """A training in which a cycle takes two seconds of a clock that only steps move."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.schedule, self.world, self.done, self.now = Schedule(every=2), self, 0, 0.0
+        self.announced: list[int] = []
+        monkeypatch.setattr("oktopk.bench.target.timing.monotonic", lambda: self.now)
+
+    def announce(self, value: int) -> int:
+        self.announced.append(value)
+        return value
+
+    def step(self) -> Seen:
+        self.now, self.done = self.now + 1.0, self.done + 1
+        return seen("local" if self.done % 2 else "exchange", 1.0)
+
+
+def test_ranks_agree_on_many_cycles_at_once_as_between_steps_of_a_training_nobody_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    training = Timeable(monkeypatch)
+    timed = _Timed(training)  # type: ignore[arg-type]
+    assert len(timed._cycles(least=1, seconds=9.0)) == 10  # the first tells how many fit
+    assert training.announced == [1, 4, 0]
+    assert len(timed._cycles(least=1, seconds=9.0)) == 10 and training.announced[3:] == [5, 0]
+    assert len(timed._cycles(least=3, seconds=0.5)) == 6, "however long they take"
 
 
 # -- the target ------------------------------------------------------------------------------------------------------

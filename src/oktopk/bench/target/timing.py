@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import mean
 from time import monotonic
@@ -41,13 +42,6 @@ class Samples:
         for seen in steps:
             self.seen.setdefault(seen.kind, []).append(seen)
 
-    def has(self, kinds: Collection[str], times: int) -> bool:
-        """Whether each of these kinds was seen so often."""
-        return all(len(self.seen.get(kind, ())) >= times for kind in kinds)
-
-    def all(self) -> list[Seen]:
-        return [seen for steps in self.seen.values() for seen in steps]
-
     def costs(self) -> dict[str, dict[str, float]]:
         """Means, since what a whole training takes is their sum; and the extremes."""
         times = {kind: [seen.seconds for seen in steps] for kind, steps in self.seen.items()}
@@ -67,7 +61,7 @@ class _Timed:
         self._training, self._samples = training, Samples()
         schedule = training.schedule
         self._dense = 0 if schedule.start == WHOLE else schedule.start
-        self._kinds = {schedule.kind(self._dense + step) for step in range(schedule.cycle)}
+        self._pace = 0.0  # seconds of a cycle, as far as known
 
     def turn(self, seconds: float) -> None:
         """So many seconds of steps, or one of each kind if that takes longer; what settles does not count."""
@@ -80,11 +74,22 @@ class _Timed:
         self._samples.add_all(self._cycles(LEAST_CYCLES, seconds))
 
     def _cycles(self, least: int, seconds: float) -> list[Seen]:
-        """Whole cycles until the time is over and each kind was seen so often, by rank 0's clock."""
-        training, started, seen = self._training, monotonic(), Samples()
-        while not training.world.announce(seen.has(self._kinds, least) and monotonic() - started > seconds):
-            seen.add_all(training.step() for _ in range(training.schedule.cycle))
-        return seen.all()
+        """Whole cycles until the time is over, by rank 0's clock, and at least so many.
+
+        Ranks agree on a number of them at once: between two steps of a training nobody waits for others, and what is
+        still under way when a step ends is the next one's to pay.
+        """
+        training, started, seen, done = self._training, monotonic(), [], 0
+        while more := training.world.announce(self._more(least - done, seconds - (monotonic() - started))):
+            begun = monotonic()
+            seen += [training.step() for _ in range(more * training.schedule.cycle)]
+            self._pace, done = (monotonic() - begun) / more, done + more
+        return seen
+
+    def _more(self, least: int, seconds: float) -> int:
+        """How many cycles are left to do; one, as long as nobody knows what they take."""
+        fitting = math.ceil(seconds / self._pace) if self._pace else 1
+        return max(least, fitting, 0)
 
     def end(self) -> dict[str, dict[str, float]]:
         """All that was found. It ends between two exchanges, where there is something to bring together."""
