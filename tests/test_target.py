@@ -34,7 +34,7 @@ from oktopk.bench.target.replay import (
     spent,
     standing,
 )
-from oktopk.bench.target.results import Results, collect, known_results, read_target, write_target
+from oktopk.bench.target.results import Results, collect, known_results, read_target, result_name, write_target
 from oktopk.bench.target.schedule import WHOLE, Schedule
 from oktopk.bench.target.timing import Samples, _Timed
 from oktopk.bench.target.training import Job, Seen, evaluation_steps
@@ -284,11 +284,24 @@ def test_all_names_of_a_sweep_differ() -> None:
 
 
 def test_a_training_that_was_made_otherwise_is_not_taken_for_this_one(tmp_path: Path) -> None:
-    piece = Training(tmp_path, Job("gpt", "updates", 2, epochs=3))
+    piece = Training(tmp_path, Job("gpt", "updates", 2, evaluations=3))
     write_run(piece, [(0, 9.0), (10, 5.0)])
     assert piece.is_finished()
-    with pytest.raises(ConfigError, match="epochs 3 and not 4"):
-        Training(tmp_path, Job("gpt", "updates", 2, epochs=4)).is_finished()
+    with pytest.raises(ConfigError, match="evaluations 3 and not 4"):
+        Training(tmp_path, Job("gpt", "updates", 2, evaluations=4)).is_finished()
+
+
+def test_sweeps_of_several_recipes_stand_side_by_side() -> None:
+    recipes = [{}, {"lr": 40.0}, {"epochs": 12, "data": "corpora/an4"}, {"lr": 40.0, "lr_warmup_epochs": 0.5}]
+    sweeps = [sweep(**recipe) for recipe in recipes]
+    assert [result_name("tiny", one.asked) for one in sweeps] == [
+        "target-gpt-tiny",
+        "target-gpt-tiny-lr-40",
+        "target-gpt-tiny-an4-epochs-12",
+        "target-gpt-tiny-lr-40-lr-warmup-epochs-0.5",
+    ]
+    names = [piece.name for one in sweeps for piece in pieces(one)]
+    assert len(set(names)) == len(names)
 
 
 def test_a_training_that_was_interrupted_is_made_again(tmp_path: Path) -> None:

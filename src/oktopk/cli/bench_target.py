@@ -82,7 +82,7 @@ class BenchTarget:
         results = collect(sweep, target, self.command(known), known)
         _print(results)
         if self.docs:
-            self._write_page(self.docs, results)
+            self._write_page(self.docs, sweep, results)
         return 0
 
     def command(self, known: Results | None = None) -> str:
@@ -112,7 +112,7 @@ class BenchTarget:
 
         if self.docs is None:
             return None
-        path = self._file(self.docs)
+        path = self._file(self.docs, sweep)
         known = known_results(path, sweep)
         if known:
             text = f"{len(known.trained)} trainings and {len(known.costs)} timings are known from {path}."
@@ -137,11 +137,11 @@ class BenchTarget:
             checked, self.seconds, self.runs,
         )  # fmt: skip
 
-    def _write_page(self, docs: Path, results: Results) -> None:
+    def _write_page(self, docs: Path, sweep: Sweep, results: Results) -> None:
         from oktopk.bench.target.page import write_page
         from oktopk.bench.target.results import write_target
 
-        write_target(self._file(docs), results)
+        write_target(self._file(docs, sweep), results)
         console().print(f"page: {write_page(docs)}", markup=False, soft_wrap=True)
 
     def _preset(self) -> str:
@@ -149,8 +149,10 @@ class BenchTarget:
 
         return self.preset or str(find_classes(self.workload)[0]().preset)
 
-    def _file(self, docs: Path) -> Path:
-        return docs / "bench" / f"target-{self.workload}-{self._preset()}.json"
+    def _file(self, docs: Path, sweep: Sweep) -> Path:
+        from oktopk.bench.target.results import result_name
+
+        return docs / "bench" / f"{result_name(self._preset(), sweep.asked)}.json"
 
 
 def _value(target: str) -> float | None:

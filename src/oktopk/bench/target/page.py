@@ -67,11 +67,18 @@ def _contenders(found: Sequence[Results]) -> list[str]:
 
 def _section(docs: Path, results: Results) -> list[str]:
     machine = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in results.machine.items())
-    lines = [f"## {results.workload}, preset {results.preset}, {results.parameters:,} parameters", ""]
+    which = ", ".join([results.workload, f"preset {results.preset}", *_said(results)])
+    lines = [f"## {which}, {results.parameters:,} parameters", ""]
     lines += [f"Machine: {machine}.", "", *_rates(results), *_missing(results)]
     for hosts in results.hosts:
         lines += _hosts(docs, results, hosts)
     return [*lines, *_checks(results)]
+
+
+def _said(results: Results) -> list[str]:
+    """What of the recipe is not the preset's."""
+    words = {"data": "data", "epochs": "epochs", "lr": "rate", "lr_warmup_epochs": "rise of the rate in epochs"}
+    return [f"{word} {results.asked[name]}" for name, word in words.items() if results.asked[name] is not None]
 
 
 def _rates(results: Results) -> list[str]:
@@ -119,9 +126,9 @@ def _untimed(results: Results, hosts: int) -> list[str]:
 
 
 def _hosts(docs: Path, results: Results, hosts: int) -> list[str]:
-    goal, name = results.goal(hosts), f"target-{results.workload}-{results.preset}-{hosts}"
+    goal, name = results.goal(hosts), f"{results.name}-{hosts}"
     known = [network for network in results.networks if results.standings(hosts, network)]
-    where = f"{results.workload} {results.preset}, {hosts} hosts"
+    where = f"{', '.join([f'{results.workload} {results.preset}', *_said(results)])}, {hosts} hosts"
     lines = [f"### {hosts} hosts: {results.metric} {goal.value:.4g}", ""]
     for network in known:
         title = f"Quality over time, {where}, {network}"

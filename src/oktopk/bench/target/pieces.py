@@ -18,7 +18,7 @@ from oktopk.bench.target.contenders import CONTENDERS, OURS, require_contenders
 from oktopk.bench.target.replay import Costs, Measured, Moment, Trained
 from oktopk.bench.target.schedule import FINAL, Schedule
 from oktopk.bench.target.timing import ROUNDS
-from oktopk.bench.target.training import EVALUATIONS, Job
+from oktopk.bench.target.training import EVALUATIONS, Job, said_words
 from oktopk.errors import ClusterError, ConfigError
 from oktopk.training.run_directory import STEPS, RunDirectory, read_json, write_json
 from oktopk.transport.base import all_reduce_bytes
@@ -272,7 +272,8 @@ def _where(job: Job, network: Network | None) -> list[str]:
 
 def _which(job: Job) -> list[str]:
     """What contenders of a race have in common."""
-    return [job.workload, *([job.preset] if job.preset else []), f"{job.hosts}hosts"]
+    preset = [job.preset] if job.preset else []
+    return [job.workload, *preset, *said_words(asdict(job)), f"{job.hosts}hosts"]
 
 
 def _require_same(path: Path, found: Mapping[str, Any], asked: Mapping[str, Any]) -> None:

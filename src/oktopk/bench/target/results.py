@@ -23,6 +23,7 @@ from oktopk.bench.target.replay import (
     standing,
 )
 from oktopk.bench.target.schedule import Schedule
+from oktopk.bench.target.training import said_words
 from oktopk.errors import DataError
 from oktopk.training.run_directory import RunDirectory, read_json, write_json
 
@@ -49,6 +50,11 @@ class Results:
     costs: tuple[Costs, ...]
     measured: tuple[Measured, ...]  # whole trainings across the network
     is_measured: bool  # they are what counts; else they are there to compare a replay with
+
+    @property
+    def name(self) -> str:
+        """Of its file and its figures."""
+        return result_name(self.preset, self.asked)
 
     @property
     def hosts(self) -> list[int]:
@@ -127,6 +133,11 @@ class Results:
 
     def _diverged(self, contender: str, hosts: int) -> int:
         return sum(one.diverged for one in self.trained if (one.contender, one.hosts) == (contender, hosts))
+
+
+def result_name(preset: str, asked: Mapping[str, Any]) -> str:
+    """One for every recipe, so that sweeps of several stand side by side."""
+    return "-".join(["target", asked["workload"], preset, *said_words(asked)])
 
 
 def known_results(path: Path, sweep: Sweep) -> Results | None:

@@ -66,6 +66,13 @@ class Job:
         return self.config.recipe(base if self.lr is None else replace(base, lr=self.lr), self.hosts)
 
 
+def said_words(asked: Mapping[str, Any]) -> list[str]:
+    """What of a job was said instead of left to the preset, for names: trainings of another recipe are others."""
+    data = [Path(asked["data"]).stem] if asked["data"] else []
+    recipe = [name for name in ("epochs", "lr", "lr_warmup_epochs") if asked[name] is not None]
+    return data + [f"{name.replace('_', '-')}-{asked[name]:g}" for name in recipe]
+
+
 @dataclass(frozen=True)
 class Seen:
     """One step, as rank 0 saw it."""
