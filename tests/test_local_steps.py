@@ -190,14 +190,14 @@ class _OwnChanges:
     """What an optimizer itself changes, before the synchronisation that follows in the same call."""
 
     def __init__(self, handle: oktopk.LocalSteps, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-        self.total, synchronize = torch.zeros(1527).double(), handle.synchronize
+        self.total, synchronize = torch.zeros(1527).double(), handle._synchronize
         optimizer.register_step_pre_hook(lambda *_: self.remember(model))
 
         def watched() -> None:
             self.total += self.before - weights_of(model).double()
             synchronize()
 
-        handle.synchronize = watched  # type: ignore[method-assign]
+        handle._synchronize = watched  # type: ignore[method-assign]
 
     def remember(self, model: nn.Module) -> None:
         self.before = weights_of(model).double()
@@ -341,6 +341,55 @@ def test_weights_that_somebody_else_changed_are_noticed() -> None:
             push(model, optimizer, 0, 2)
 
 
+def _load(model: nn.Module, handle: oktopk.LocalSteps) -> None:
+    model.load_state_dict(model_of(5).state_dict())
+
+
+def _load_inside(model: nn.Module, handle: oktopk.LocalSteps) -> None:
+    """Over the shared weights, which lie in the model there."""
+    with handle.shared():
+        _load(model, handle)
+
+
+def _put_elsewhere(model: nn.Module, handle: oktopk.LocalSteps) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+
+
+def _turn_round(model: nn.Module, handle: oktopk.LocalSteps) -> None:
+    """Another memory format: the same entries in another order."""
+    first = next(model.parameters())
+    first.data = first.data.t().contiguous().t()
+
+
+@pytest.mark.parametrize("change", [_load, _load_inside, _put_elsewhere, _turn_round])
+@pytest.mark.parametrize("then", ["step", "synchronize", "finish", "shared"])
+def test_whoever_changes_weights_is_noticed_before_they_are_used(change: Any, then: str) -> None:
+    def work(transport: ThreadTransport) -> Tensor:
+        model = model_of()
+        optimizer = sgd(model)
+        with oktopk.local_steps(model, optimizer, every=4, min_numel=0, group=transport) as handle:
+            push(model, optimizer, transport.rank, 0)
+            with handle.shared():
+                weights_of(model)  # who only looks changes nothing
+            change(model, handle)
+            with pytest.raises(OkTopkError, match=r"handle\.restart"):
+                if then == "step":
+                    push(model, optimizer, transport.rank, 1)
+                elif then == "shared":
+                    with handle.shared():
+                        pass
+                else:
+                    getattr(handle, then)()
+            handle.restart()
+            push(model, optimizer, transport.rank, 2)
+            handle.finish()
+            return weights_of(model)
+
+    first, second = run_world(2, work)
+    assert torch.equal(first, second)
+
+
 def test_after_close_the_optimizer_steps_alone() -> None:
     def work(transport: ThreadTransport) -> None:
         model = model_of()
@@ -368,6 +417,23 @@ def test_auto_synchronises_as_rarely_as_a_tenth_of_the_time_allows(monkeypatch: 
     world = run_world(2, work)
     assert world[0] == world[1] and world[0][0] == 1
     assert world[0][-1] == 50, "0.1 s of the slower rank are a tenth of 50 steps of 20 ms"
+
+
+def test_auto_times_as_many_synchronisations_each_time_and_anew_when_resumed() -> None:
+    with oktopk.Reducer() as reducer:
+        every = Measured(reducer)
+        for _ in range(3):
+            every.observe(0.1, 0.02)
+        resumed = Measured(reducer)
+        resumed.load_state_dict(every.state_dict())
+        for one, more in ((every, 3), (resumed, 6)):
+            for _ in range(more):
+                assert one.now == 1
+                one.observe(0.1, 0.02)
+            assert (one.now, one.synchronisations, one._seconds) == (50, 6, [])
+        for _ in range(100):  # the first of a round warms up
+            every.observe(9.0 if every.synchronisations == 100 else 0.2, 0.02)
+        assert (every.now, every.synchronisations, every._seconds) == (64, 106, [])
 
 
 def test_auto_waits_until_a_reduction_beside_training_has_arrived() -> None:

@@ -286,6 +286,37 @@ def test_weights_that_were_loaded_are_not_quietly_replaced_in_the_end() -> None:
     run_world(2, work)
 
 
+def test_a_rank_that_has_taken_a_further_step_is_noticed_when_nothing_has_to_travel() -> None:
+    def work(transport: ThreadTransport) -> None:
+        model = model_of()
+        optimizer = _adam(model)
+        with oktopk.local_steps(model, optimizer, every=4, min_numel=0, group=transport) as handle:
+            for step in range(4 + transport.rank):
+                push(model, optimizer, transport.rank, step)
+            with pytest.raises(MismatchError, match=r"\[4, 5\] steps"):
+                handle.finish()
+
+    run_world(2, work)
+
+
+def test_a_bad_step_after_a_resume_falls_back_to_the_share_that_was_kept(tmp_path: Path) -> None:
+    def work(transport: ThreadTransport) -> None:
+        model = model_of()
+        optimizer = sgd(model)
+        options: Any = {"density": 0.1, "min_numel": 0, "group": transport, "on_nonfinite": "skip", "keep_owed": 0.25}
+        with oktopk.local_steps(model, optimizer, **options) as handle:
+            push(model, optimizer, transport.rank, 0)
+            oktopk.save(handle, tmp_path)
+            before = weights_of(model)
+            oktopk.load(handle, tmp_path)
+            if transport.rank == 0:
+                spoil(model, handle)
+            stand_still(model, optimizer)
+            torch.testing.assert_close(weights_of(model), before, rtol=0, atol=1e-6)
+
+    run_world(2, work)
+
+
 def _lamb(model: nn.Module) -> Lamb:
     return Lamb(model.parameters())
 

@@ -350,6 +350,39 @@ def test_each_rank_of_a_distributed_checkpoint_resumes_its_own_state() -> None:
     run_world(2, work)
 
 
+@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 3)])
+def test_another_world_loads_a_distributed_checkpoint_as_it_loads_ours(before: int, after: int, tmp_path: Path) -> None:
+    def save(transport: ThreadTransport) -> dict[str, Any]:
+        model = model_of()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        with oktopk.local_steps(model, optimizer, group=transport, **QUICK) as handle:
+            for step in range(3):
+                push(model, optimizer, transport.rank, step)
+            oktopk.save(handle, tmp_path)
+            return oktopk.RankState(handle).state_dict()
+
+    saved: dict[str, Any] = {}
+    for state in run_world(before, save):
+        saved |= state
+
+    def load(transport: ThreadTransport, distributed: bool) -> tuple[Tensor, Tensor]:
+        model = model_of(7)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        with oktopk.local_steps(model, optimizer, group=transport, **QUICK) as handle:
+            if distributed:
+                target = oktopk.RankState(handle, saved_by=before)
+                assert target.state_dict().keys() == saved.keys(), "DCP loads what it is asked for"
+                target.load_state_dict(saved)
+            else:
+                oktopk.load(handle, tmp_path)
+            push(model, optimizer, transport.rank, 3)
+            return weights_of(model), shared_of(handle).clone()
+
+    ours, theirs = (run_world(after, lambda t, d=way: load(t, d)) for way in (False, True))
+    for (own, shared), (own_of_dcp, shared_of_dcp) in zip(ours, theirs, strict=True):
+        assert torch.equal(own, own_of_dcp) and torch.equal(shared, shared_of_dcp)
+
+
 def test_an_unchanged_default_of_each_algorithm_is_what_is_sent() -> None:
     for algorithm, density, wire in (
         ("randomk", 0.3, "codebook2"), ("oktopk", 0.05, "int8"), ("dense", 1.0, "float32"),

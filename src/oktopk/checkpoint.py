@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol, TypeVar, cast
 
 from torch import Tensor
 
+from oktopk.config import require_positive
 from oktopk.errors import CheckpointError, ConfigError
 from oktopk.reducer import Reducer
 from oktopk.reduction.parts import Part
@@ -116,18 +117,38 @@ def load(
 class RankState:
     """A target for `torch.distributed.checkpoint`: `dcp.save({"reducer": oktopk.RankState(reducer)}, ...)`.
 
-    Each rank's state goes under a key of its own, because DCP keeps only one of several equal keys.
+    Each rank's state goes under a key of its own, because DCP keeps only one of several equal keys. To load what a
+    world of another size has saved, say of which: `oktopk.RankState(reducer, saved_by=8)`. What is owed is then shared
+    out as by `load`.
     """
 
-    def __init__(self, target: Saveable) -> None:
-        self._target = target
-        self._key = f"rank {target.reducer.rank} of {target.reducer.world_size}"
+    def __init__(self, target: Saveable, saved_by: int | None = None) -> None:
+        """`saved_by`: how many ranks saved what is to be loaded; None: as many as there are."""
+        if saved_by is not None:
+            require_positive("saved_by", saved_by)
+        self._target, self._before = target, saved_by or target.reducer.world_size
+
+    @property
+    def _is_same_size(self) -> bool:
+        return self._before == self._target.reducer.world_size
+
+    def _key(self, rank: int) -> str:
+        return f"rank {rank} of {self._before}"
 
     def state_dict(self) -> dict[str, Any]:
-        return {self._key: pack(self._target.state_dict())}
+        if not self._is_same_size:  # DCP asks what to load
+            return {self._key(rank): b"" for rank in range(self._before)}
+        reducer = self._target.reducer
+        return {self._key(reducer.rank): pack({**self._target.state_dict(), "hosts": _listed(_hosts(reducer))})}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        self._target.load_state_dict(unpack(state_dict[self._key]))
+        reducer = self._target.reducer
+        if self._is_same_size:
+            self._target.load_state_dict(unpack(state_dict[self._key(reducer.rank)]))
+            return
+        read = cache(lambda rank: unpack(state_dict[self._key(rank)]))
+        states = _states_for(reducer, self._before, read(0).get("hosts", ()), read, redistribute=True)
+        self._target.load_state_dict(self._target.from_rank_states(states))
 
 
 # -- one rank's file ---------------------------------------------------------------------------------------------
@@ -286,25 +307,36 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
 
 
 def _read(target: Saveable, folder: Path, on_world_change: OnWorldChange) -> tuple[Manifest, Mapping[str, Any]]:
-    manifest, reducer = read_manifest(folder), target.reducer
-    before = manifest.hosts or [(rank,) for rank in range(manifest.world_size)]
-    is_same = manifest.world_size == reducer.world_size and _listed(manifest.hosts) == _listed(_hosts(reducer))
-    keep = on_world_change == "redistribute" or is_same
-    inherited = before[reducer.hosts.host :: len(reducer.hosts.ranks)] if keep else ()
+    manifest = read_manifest(folder)
     read = cache(lambda rank: _read_rank(folder, manifest.files[rank]))  # often one file is all three
-    states = RankStates(
+    redistribute = on_world_change == "redistribute"
+    states = _states_for(target.reducer, manifest.world_size, manifest.hosts, read, redistribute)
+    return manifest, target.from_rank_states(states)
+
+
+def _states_for(
+    reducer: Reducer,
+    world_size: int,
+    hosts: Sequence[Sequence[int]],
+    read: Callable[[int], Mapping[str, Any]],
+    redistribute: bool,
+) -> RankStates:
+    """What a rank makes its own from, of what the ranks of a world, on these hosts, have saved."""
+    before = hosts or [(rank,) for rank in range(world_size)]
+    is_same = world_size == reducer.world_size and _listed(hosts) == _listed(_hosts(reducer))
+    inherited = before[reducer.hosts.host :: len(reducer.hosts.ranks)] if redistribute or is_same else ()
+    return RankStates(
         rank=reducer.rank,
         world_size=reducer.world_size,
-        world_size_before=manifest.world_size,
+        world_size_before=world_size,
         ranks_per_host_before=len(before[0]),
         own=Part(reducer.hosts.local_rank, reducer.hosts.ranks_per_host),
         is_same_world=is_same,
         first=read(0),
-        nearest=read(reducer.rank % manifest.world_size),
+        nearest=read(reducer.rank % world_size),
         leading=read(before[reducer.hosts.host % len(before)][0]),
         inherited=[[read(rank) for rank in ranks] for ranks in inherited],
     )
-    return manifest, target.from_rank_states(states)
 
 
 def _hosts(reducer: Reducer) -> Sequence[Sequence[int]]:

@@ -21,6 +21,7 @@ WARMUP = 2  # rounds; the second also looks whether buffers move
 PIECES = 20  # parameters that weights lie in
 STEP = 0.01  # how far weights move between two synchronisations, which does not matter
 SPARE = 1 << 16  # so much noise more than weights, that every round can take other noise
+SELDOM = 1 << 30  # steps: only when asked
 
 _USUAL = update_defaults()
 SETTINGS = (
@@ -59,7 +60,7 @@ def _measure(numel: int, repeats: int, algorithm: str, density: float, wire: str
     def work(transport: Transport) -> SynchronisationRow:
         rounds = _Rounds(numel, transport)
         options: dict[str, Any] = {"algorithm": algorithm, "density": density, "wire": wire, "min_numel": 0}
-        with local_steps(rounds.model, rounds.optimizer, group=transport, **options) as handle:
+        with local_steps(rounds.model, rounds.optimizer, every=SELDOM, group=transport, **options) as handle:
             timed = [rounds.take(number, handle.synchronize) for number in range(WARMUP + repeats)][WARMUP:]
         return SynchronisationRow(algorithm, density, wire, [s for s, _ in timed], [add for _, add in timed])
 
@@ -79,9 +80,9 @@ class _Rounds:
 
     def take(self, number: int, synchronize: Callable[[], None]) -> tuple[float, float]:
         """Processor seconds of a rank for a synchronisation, and of an `add_` just before."""
-        with torch.no_grad():
-            for parameter, part in zip(self.model, self._parts(number), strict=True):
-                parameter.add_(part)
+        for parameter, part in zip(self.model, self._parts(number), strict=True):
+            parameter.grad = part
+        self.optimizer.step()
         add = _seconds(lambda: self._sum.add_(self._noise[: self._numel]), thread_time)
         self._transport.agree([])  # from here on the process works for nothing else
         return _seconds(lambda: self._together(synchronize), process_time) / RANKS, add

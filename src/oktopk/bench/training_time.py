@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from oktopk.bench.machine import Machine
 from oktopk.bench.planner import Prediction, Scenario, best_sparse, expected_bytes, predict_step
 from oktopk.bench.update_advice import UpdateAdvice, advise_updates, as_one_vector
+from oktopk.config import Optimizer
 from oktopk.errors import ConfigError
 from oktopk.plotting.scales import say
 
@@ -41,24 +42,26 @@ class TrainingTime:
     bytes_per_rank: float
 
 
-def predict_trainings(scenario: Scenario, machine: Machine, length: Length) -> list[TrainingTime]:
+def predict_trainings(
+    scenario: Scenario, machine: Machine, length: Length, optimizer: Optimizer = "sgd"
+) -> list[TrainingTime]:
     """Dense, the fastest way to send the largest entries, and local steps; the fastest first."""
     dense = predict_step(scenario, machine, "dense", "float32")
     found = [
         _of_gradients(dense, dense, Length(length.steps)),
         _of_gradients(best_sparse(scenario, machine), dense, length),
-        _of_updates(scenario, machine, advise_updates(scenario, machine, "sgd"), length.steps),
+        _of_updates(scenario, machine, advise_updates(scenario, machine, optimizer), length.steps),
     ]
     return sorted(found, key=lambda one: one.seconds)
 
 
-def recommend_training(scenario: Scenario, machine: Machine, length: Length) -> str:
+def recommend_training(scenario: Scenario, machine: Machine, length: Length, optimizer: Optimizer = "sgd") -> str:
     """The advice, in one sentence."""
-    found = predict_trainings(scenario, machine, length)
+    found = predict_trainings(scenario, machine, length, optimizer)
     dense = next(one for one in found if one.name == DENSE)
     best = found[0] if dense.seconds > WORTH * found[0].seconds else dense
     rest = " and ".join(f"{say(one.seconds, 'seconds')} with {one.name}" for one in found if one is not best)
-    every = advise_updates(scenario, machine, "sgd").every
+    every = advise_updates(scenario, machine, optimizer).every
     call = f", oktopk.local_steps(model, optimizer, every={every})" if best.name == UPDATES else ""
     return f"{length.steps:,} steps: use {best.name}{call}: {say(best.seconds, 'seconds')}, against {rest}."
 
@@ -73,10 +76,12 @@ def _of_gradients(prediction: Prediction, dense: Prediction, length: Length) -> 
 
 
 def _of_updates(scenario: Scenario, machine: Machine, advice: UpdateAdvice, steps: int) -> TrainingTime:
-    """At the end one dense mean, with nothing to hide behind."""
+    """At the end one dense mean, with nothing to hide behind, unless weights that forget have just been brought
+    together."""
     whole = as_one_vector(scenario, advice.sent)
-    final = predict_step(replace(whole, compute_seconds=0.0, backward_seconds=0.0), machine, "dense", "float32")
     each = expected_bytes(whole, machine, advice.sent.algorithm, advice.sent.wire)
-    seconds = steps * advice.step_seconds + final.step_seconds
-    sent = steps // advice.every * each + final.bytes_per_rank
+    seconds, sent = steps * advice.step_seconds, steps // advice.every * each
+    if advice.sent.keep_owed == 1 or steps % advice.every:
+        final = predict_step(replace(whole, compute_seconds=0.0, backward_seconds=0.0), machine, "dense", "float32")
+        seconds, sent = seconds + final.step_seconds, sent + final.bytes_per_rank
     return TrainingTime(UPDATES, 0, seconds, sent)

@@ -118,7 +118,7 @@ class Advise:
         scenario = Scenario(*sizes, network, compute, backward)
         _print_advice(scenario, machine, self.optimizer)
         if length:
-            _print_training(scenario, machine, length)
+            _print_training(scenario, machine, length, self.optimizer or "sgd")
         return 0
 
 
@@ -142,10 +142,10 @@ def _length(steps: int, warmup_steps: int) -> Length | None:
     return Length(steps, warmup_steps) if steps else None
 
 
-def _print_training(scenario: Scenario, machine: Machine, length: Length) -> None:
+def _print_training(scenario: Scenario, machine: Machine, length: Length, optimizer: Optimizer = "sgd") -> None:
     from oktopk.bench.training_time import DENSE, predict_trainings, recommend_training
 
-    found = predict_trainings(scenario, machine, length)
+    found = predict_trainings(scenario, machine, length, optimizer)
     dense = next(one for one in found if one.name == DENSE)
     rows = [
         {
@@ -159,7 +159,7 @@ def _print_training(scenario: Scenario, machine: Machine, length: Length) -> Non
         for one in found
     ]
     console().print(table(f"{length.steps:,} steps", rows))
-    console().print(recommend_training(scenario, machine, length), markup=False, soft_wrap=True)
+    console().print(recommend_training(scenario, machine, length, optimizer), markup=False, soft_wrap=True)
 
 
 def _print_plan(scenario: Scenario, machine: Machine) -> None:

@@ -89,11 +89,16 @@ class Measured:
 
     def observe(self, synchronising: float, computing: float, travelling: float = 0.0) -> None:
         self.synchronisations += 1
-        if self.synchronisations % LOOK_AGAIN > SAMPLES + 1:
+        if not self._is_timing:
             return
         self._seconds.append((synchronising, computing, travelling))
         if len(self._seconds) > SAMPLES:
             self._decide()
+
+    @property
+    def _is_timing(self) -> bool:
+        """Whether the last synchronisation is one of those that are timed: at first, and now and then."""
+        return (self.synchronisations - 1) % LOOK_AGAIN <= SAMPLES
 
     def _decide(self) -> None:
         timed, self._seconds = self._seconds[1:], []
@@ -113,3 +118,5 @@ class Measured:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.now, self.synchronisations, self._seconds = int(state["now"]), int(state["synchronisations"]), []
+        if self.synchronisations and self._is_timing:  # its times are gone, and this may be another machine
+            self.synchronisations -= (self.synchronisations - 1) % LOOK_AGAIN + 1

@@ -70,7 +70,7 @@ def forgetting(saved: Mapping[str, Any]) -> Mapping[str, Any]:
     """The same for a rank whose own weights forget it."""
     if saved.get("forgotten"):
         return saved
-    return {**saved, "forgotten": saved["owed"], "own": dict(saved["shared"]), "owed": {}}
+    return {**saved, "forgotten": saved["owed"], "own": dict(saved["shared"]), "owed": {}, "kept": 0.0}
 
 
 def _owed_in_all(saved: Mapping[str, Any], shared: Mapping[str, Tensor]) -> dict[str, Tensor]:

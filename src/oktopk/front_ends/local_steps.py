@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from typing_extensions import Unpack
 
 from oktopk.config import Density
-from oktopk.errors import CheckpointError, ConfigError, OkTopkError, UnsupportedError
+from oktopk.errors import CheckpointError, ConfigError, MismatchError, OkTopkError, UnsupportedError
 from oktopk.front_ends.every import Every, interval
 from oktopk.front_ends.host_gradients import HostGradients
 from oktopk.front_ends.local_defaults import chosen_updates
@@ -220,8 +220,8 @@ class LocalSteps:
             raise OkTopkError(f"the model's weights were {trained[0].dtype} and are not any more. {_MAKE_ANEW}")
         if self._weights.written() != self._written:
             raise OkTopkError(
-                "the weights were changed since the last optimizer.step(), e.g. by load_state_dict: they must only "
-                "change in steps, or ranks come apart. Call handle.restart() after loading weights, on every rank."
+                "the weights were changed or moved since the last optimizer.step(), e.g. by load_state_dict: they must "
+                "only change in steps, or ranks come apart. Call handle.restart() afterwards, on every rank."
             )
         known = {id(tensor) for vector in trained for tensor in vector.tensors}
         new = sum(id(parameter) not in known for parameter in trained_by(self._optimizers))
@@ -237,11 +237,12 @@ class LocalSteps:
             self.step += 1
             self._since += 1
             if self._since >= self._due:
-                self.synchronize()
+                self._synchronize()
         self._written = self._weights.written()
 
     def _skipped_step(self) -> None:
         log.warning("step %d: the scaler skipped it on rank %d.", self.step, self.reducer.rank)
+        self._check_weights()
         self._after_step(self._optimizers[-1], (), {})
 
     def _drop_bad_gradients(self) -> None:
@@ -262,6 +263,11 @@ class LocalSteps:
     def synchronize(self) -> None:
         """Reduce what changed since the last time, now. Every rank must call it; `step` does so when it is due."""
         self._refuse_while_lent("synchronize()")
+        self._check_weights()
+        self._synchronize()
+        self._written = self._weights.written()
+
+    def _synchronize(self) -> None:
         began = perf_counter()
         computing = (began - self._ended) / max(1, self._since)
         travelling = self._reductions.await_arrival()
@@ -287,12 +293,19 @@ class LocalSteps:
         if self._weights.is_lent:
             yield
             return
+        self._check_weights()
         self._settle()
+        was_written = True
         try:
             with self._weights.lent():
-                yield
+                lent = self._weights.written()
+                try:
+                    yield
+                finally:
+                    was_written = self._weights.written() != lent
         finally:
-            self._written = self._weights.written()
+            # Who loads weights there writes over the shared ones: the next step refuses to go on with them.
+            self._written = [] if was_written else self._weights.written()
 
     def owed(self) -> dict[str, Tensor]:
         """A copy of what this rank has changed and not sent, by name."""
@@ -309,12 +322,19 @@ class LocalSteps:
         self._refuse_while_lent("finish()")
         if self.world_size == 1:
             return
-        is_level = not self._since and self.reducer.config.keep_owed < 1
-        if is_level:
-            self._check_weights()
-        self._reductions.finish(self._last_step, is_level)
+        self._check_weights()
+        is_forgetful = self.reducer.config.keep_owed < 1
+        if is_forgetful:
+            self._agree_on_step()
+        self._reductions.finish(self._last_step, is_level=is_forgetful and not self._since)
         self._since = 0
         self._written = self._weights.written()
+
+    def _agree_on_step(self) -> None:
+        """A rank for which nothing has to travel would not notice that another has taken a further step."""
+        steps = [row[0] for row in self.reducer.communicate(lambda transport: transport.agree([self.step]))]
+        if len(set(steps)) > 1:
+            raise MismatchError(f"ranks have taken {steps} steps: all must take equally many before finish().")
 
     def restart(self) -> None:
         """Take rank 0's weights and buffers as they are now for everyone's; drop what is owed and under way."""

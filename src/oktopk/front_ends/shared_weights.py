@@ -92,9 +92,10 @@ class SharedWeights:
             self._begin(before)
             self.moving.append(vector)
 
-    def written(self) -> list[int]:
-        """Counts the writes to each parameter that torch sees."""
-        return [tensor._version for vector in self.trained for tensor in vector.tensors]
+    def written(self) -> list[tuple[int, int, tuple[int, ...]]]:
+        """What changes when someone writes to a parameter, as far as torch sees it, or puts its entries elsewhere."""
+        tensors = [tensor for vector in self.trained for tensor in vector.tensors]
+        return [(tensor._version, tensor.data_ptr(), tensor.stride()) for tensor in tensors]
 
     def owed(self) -> dict[str, Tensor]:
         """A copy of what this rank has changed and not sent, by name."""
@@ -181,6 +182,7 @@ class SharedWeights:
             "own": vector.by_name(torch.cat(own.pieces)) if with_own else {},
             "owed": self._joined(vector, self.updates.owed) if with_own and keeps else {},
             "forgotten": self._joined(vector, self.updates.forgotten) if with_own and not keeps else {},
+            "kept": self.updates.kept(self._split(own)[0]),
             "shared": self._joined(vector, lambda part: self.updates.shared(part.layout)) if with_shared else {},
             "arrived": plain(self.updates.arrived(own.layout)) if is_flat else {},
         }
@@ -196,7 +198,8 @@ class SharedWeights:
         shared, owed = (Gradient.of(own.layout, [saved[of][name] for name in names]) for of in ("shared", beside))
         parts = zip(self._split(own), self._split(shared), self._split(owed), strict=True)
         for part, of_shared, of_owed in parts:
-            self.updates.restore(part, torch.cat(of_shared.pieces), torch.cat(of_owed.pieces))
+            shared_part, beside_part = torch.cat(of_shared.pieces), torch.cat(of_owed.pieces)
+            self.updates.restore(part, shared_part, beside_part, saved.get("kept", 0.0))
         if len(self._parts) == 1:
             self.updates.resume_arrived(own.layout, reduced_from(saved["arrived"], own.numel))
 

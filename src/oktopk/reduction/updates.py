@@ -217,6 +217,10 @@ class Updates:
         weights = self._of(own)
         return weights.shared[:0] if self.keeps_all or weights.owed is None else weights.owed.clone()
 
+    def kept(self, own: Gradient) -> float:
+        """What own weights that forget what is owed took of it, in units of what `forgotten` tells."""
+        return self._of(own).kept
+
     @contextmanager
     def forgotten_set_aside(self) -> Iterator[None]:
         """Inside, only what own weights hold is reduced, and not what they have forgotten, which stays owed."""
@@ -231,10 +235,11 @@ class Updates:
                 weights.owed = owed.add_(weights.owed if weights.owed is not None else 0.0)
                 weights.kept = 0.0
 
-    def restore(self, own: Gradient, shared: Tensor, owed: Tensor) -> None:
+    def restore(self, own: Gradient, shared: Tensor, owed: Tensor, kept: float = 0.0) -> None:
         """Continue with these shared weights. `owed` is what own weights, as they are now, do not hold of it."""
         self.begin(own)
         weights = self._weights[own.layout]
+        weights.kept = 0.0 if self.keeps_all else kept
         weights.shared.copy_(shared)
         if weights.owed is not None:
             weights.owed.copy_(owed)

@@ -127,7 +127,11 @@ class Training:
         return Trained(job.contender, job.hosts, job.seed, schedule, points, run.summary["diverged"])
 
     def crossing(self) -> Measured:
-        """Quality, seconds and bytes as they were."""
+        """Quality, seconds and bytes as they were.
+
+        A training that ends right after an exchange may need nothing to end: what a mean would have taken between two
+        exchanges is then not known, nor are moments there.
+        """
         run = RunDirectory.open(self.path)
         metric = run.config["metric"]
         final = [row for row in run.rows(STEPS) if row["kind"] == FINAL]
@@ -138,9 +142,12 @@ class Training:
             seconds, nbytes = (0.0, 0) if schedule.is_level(row["step"]) else (more, sent)
             return Moment(row["step"], row["validation"][metric], row["seconds"] + seconds, row["bytes_sent"] + nbytes)
 
-        moments = tuple(moment(row) for row in run.rows(EVALUATIONS) if metric in row["validation"])
+        ends_level = schedule.is_level(run.summary["steps"])
+        rows = [row for row in run.rows(EVALUATIONS) if metric in row["validation"]]
+        moments = tuple(moment(row) for row in rows if not ends_level or schedule.is_level(row["step"]))
         label = self.network.label if self.network else ""
-        return Measured(self.job.contender, self.job.hosts, label, self.job.seed, moments)
+        job = self.job
+        return Measured(job.contender, job.hosts, label, job.seed, moments, run.summary["diverged"])
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,7 @@ class Measured:
     network: str
     seed: int
     moments: tuple[Moment, ...]
+    diverged: bool = False
 
 
 @dataclass(frozen=True)

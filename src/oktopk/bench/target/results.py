@@ -132,7 +132,8 @@ class Results:
         return found
 
     def _diverged(self, contender: str, hosts: int) -> int:
-        return sum(one.diverged for one in self.trained if (one.contender, one.hosts) == (contender, hosts))
+        runs: Sequence[Trained | Measured] = self.measured if self.is_measured else self.trained
+        return len({one.seed for one in runs if one.diverged and (one.contender, one.hosts) == (contender, hosts)})
 
 
 def result_name(preset: str, asked: Mapping[str, Any]) -> str:
