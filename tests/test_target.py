@@ -375,17 +375,17 @@ def test_parameters_become_views_of_one_vector() -> None:
 # -- the page --------------------------------------------------------------------------------------------------------
 
 
-def write_run(piece: Training, points: list[tuple[int, float]]) -> None:
+def write_run(piece: Training, points: list[tuple[int, float]], levels: bool = False, diverged: bool = False) -> None:
     """What a finished training leaves behind."""
     piece.path.mkdir(parents=True)
     config = {
         "asked": vars(piece.job), "metric": "perplexity", "lower_is_better": True, "preset": "tiny",
-        "parameters": 1000, "schedule": vars(Schedule(every=2)),
+        "parameters": 1000, "schedule": vars(Schedule(every=2, levels=levels)),
     }  # fmt: skip
     write_json(piece.path / "config.json", config)
     rows = [{"step": s, "seconds": 2.0 * s, "bytes_sent": s, "validation": {"perplexity": q}} for s, q in points]
     (piece.path / "evaluations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    write_json(piece.path / "summary.json", {"diverged": False})
+    write_json(piece.path / "summary.json", {"diverged": diverged, "steps": points[-1][0]})
 
 
 def results_of(tmp_path: Path) -> Results:
@@ -400,6 +400,20 @@ def results_of(tmp_path: Path) -> Results:
             for job in piece.jobs:
                 write_json(piece.path(job), {"asked": piece._asked(job), "costs": found})
     return collect(wanted, None, "oktopk bench target gpt")
+
+
+def test_a_measured_training_pays_for_its_end_wherever_it_would_have_ended(tmp_path: Path) -> None:
+    points = [(0, 9.0), (3, 7.0), (4, 6.0)]
+    kept, level = (Training(tmp_path, Job("gpt", "updates", 2, seed=seed), NETWORKS[0]) for seed in (0, 1))
+    write_run(kept, points)
+    write_run(level, points, levels=True, diverged=True)
+    final = {"kind": "final", "seconds": 3.0, "bytes_sent": 30}
+    for piece in (kept, level):
+        (piece.path / "steps.jsonl").write_text(json.dumps(final) + "\n")
+    assert [(one.step, one.seconds, one.bytes) for one in kept.crossing().moments][1:] == [(3, 9.0, 33), (4, 11.0, 34)]
+    found = level.crossing()
+    assert [(one.step, one.seconds, one.bytes) for one in found.moments][1:] == [(4, 8.0, 4)], "3 is between exchanges"
+    assert found.diverged and not kept.crossing().diverged
 
 
 def test_results_come_back_as_they_were_written(tmp_path: Path) -> None:

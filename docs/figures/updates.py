@@ -73,6 +73,7 @@ OURS = updates("in turn, 0.3, codebook2, every step (default)")
 RARE = "largest 0.06, codebook2, every 4 steps, a quarter of what is owed kept (default of every=4)"
 RARE_AND_FEWER = "the same, largest 0.03"
 RARE_AS_SPARSELOCO = "the same, largest 0.026"
+RARE_AND_FEWEST = "the same, largest 0.015"
 KEEP, FORGET = "--keep-owed 1", "--keep-owed 0"
 RIVALS = {
     "DiLoCo, every 45": "diloco --every 45",
@@ -81,6 +82,7 @@ RIVALS = {
     "SparseLoCo, every step": "sparseloco",
     "SparseLoCo, 160 of 4,096, every step": "sparseloco --settings kept 160",
     "SparseLoCo, every 4": "sparseloco --every 4",
+    "SparseLoCo, 42 of 4,096, every 4": "sparseloco --every 4 --settings kept 42",
     "SparseLoCo, every 15": "sparseloco --every 15",
 }
 RATES = (0.008, 0.014, 0.02)  # of rivals, the best of which is reported
@@ -92,6 +94,9 @@ TUNED: Mapping[str, tuple[Setting, ...]] = {
     RARE_AND_FEWER: tuple(updates(RARE_AND_FEWER, "--every 4 --density 0.03", lr=lr) for lr in (0.02, 0.028, 0.04)),
     RARE_AS_SPARSELOCO: tuple(
         updates(RARE_AS_SPARSELOCO, "--every 4 --density 0.026", lr=lr) for lr in (0.02, 0.028, 0.04)
+    ),
+    RARE_AND_FEWEST: tuple(
+        updates(RARE_AND_FEWEST, "--every 4 --density 0.015", lr=lr) for lr in (0.02, 0.028, 0.04)
     ),
     "the same, nothing kept": tuple(
         updates("the same, nothing kept", f"--every 4 {FORGET}", lr=lr) for lr in (0.014, 0.02, 0.028)
@@ -210,7 +215,8 @@ def reported(data: Path) -> Iterator[tuple[Setting, int, Path]]:
 
 
 def close_ones(kept: list[dict[str, Any]]) -> list[Setting]:
-    return [one for one in best_of_all(kept) if one.name in ("SparseLoCo, every 4", RARE_AS_SPARSELOCO)]
+    names = ("SparseLoCo, every 4", RARE_AS_SPARSELOCO, "SparseLoCo, 42 of 4,096, every 4", RARE_AND_FEWEST)
+    return [one for one in best_of_all(kept) if one.name in names]
 
 
 def best_of_all(kept: list[dict[str, Any]]) -> list[Setting]:

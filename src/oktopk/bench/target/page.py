@@ -18,6 +18,7 @@ from oktopk.plotting.scales import say
 
 PAGE = "time-to-target.md"
 REPLAY_WITHIN = 0.10  # of what was measured
+WANTED_HOSTS = (2, 4)
 
 INTRO = """# Time to target
 
@@ -40,7 +41,8 @@ networks of several rates, each contender as a user would run it. This page is g
   training stand in brackets.
 - **Sent** is what one host's interface sent, by the kernel's counter: headers and acknowledgements included.
 - **Rates.** Contenders that reduce gradients get the rate of dense. All whose ranks step by themselves, ours and the
-  rivals, get that times the root of the number of hosts under AdamW and LAMB, and that of dense under SGD.
+  rivals, get that times the root of the number of hosts and twice its rise under AdamW and LAMB, and that of dense
+  under SGD.
 """
 NOTE = (
     "Rivals with local steps synchronise as often as the lower end of what their papers try: trainings here are short. "
@@ -97,7 +99,7 @@ def _rates(results: Results) -> list[str]:
 
 def _missing(results: Results) -> list[str]:
     """What is not known must not look as if it were fine."""
-    lines = []
+    lines = [f"- Nobody was trained with {hosts} hosts." for hosts in WANTED_HOSTS if hosts not in results.hosts]
     for hosts in results.hosts:
         seeds = {name: results.seeds_of(name, hosts) for name in CONTENDERS}
         absent = [name for name, count in seeds.items() if count == 0]
@@ -110,7 +112,7 @@ def _missing(results: Results) -> list[str]:
             all_have = f"all contenders {next(iter(fewer.values()))}"
             lines.append(f"- Seeds so far with {hosts} hosts, of {results.seeds}: {all_have if alike else counts}.")
         lines += _untimed(results, hosts)
-    return ["What is missing, the command adds:", "", *lines, ""] if lines else []
+    return ["What is missing:", "", *lines, ""] if lines else []
 
 
 def _untimed(results: Results, hosts: int) -> list[str]:
