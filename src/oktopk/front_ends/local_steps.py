@@ -295,17 +295,12 @@ class LocalSteps:
             return
         self._check_weights()
         self._settle()
-        was_written = True
         try:
             with self._weights.lent():
-                lent = self._weights.written()
-                try:
-                    yield
-                finally:
-                    was_written = self._weights.written() != lent
+                yield
         finally:
             # Who loads weights there writes over the shared ones: the next step refuses to go on with them.
-            self._written = [] if was_written else self._weights.written()
+            self._written = [] if self._weights.was_written else self._weights.written()
 
     def owed(self) -> dict[str, Tensor]:
         """A copy of what this rank has changed and not sent, by name."""

@@ -31,6 +31,8 @@ class SharedWeights:
         self._still = StillBuffers(module)
         self._set_aside: dict[int, tuple[Tensor, ...]] = {}  # own weights of 16 bits, while the shared ones are lent
         self.is_lent = False
+        self.was_written = False  # by somebody else, while they were lent the last time
+        self._as_lent = self.written()
         self.begin()
 
     @property
@@ -117,23 +119,31 @@ class SharedWeights:
     def lent(self) -> Iterator[None]:
         """Inside, the model holds the shared weights."""
         self._exchange()
-        self.is_lent = True
+        self.is_lent, self.was_written, self._as_lent = True, False, self.written()
         try:
             yield
         finally:
+            self._look()
             self.is_lent = False
             self._exchange()
 
     @contextmanager
     def _own(self) -> Iterator[None]:
         """Inside, the model holds this rank's own weights, also while the shared ones are lent to it."""
-        if self.is_lent:
-            self._exchange()
+        if not self.is_lent:
+            yield
+            return
+        self._look()
+        self._exchange()
         try:
             yield
         finally:
-            if self.is_lent:
-                self._exchange()
+            self._exchange()
+            self._as_lent = self.written()
+
+    def _look(self) -> None:
+        """Whether somebody has written to the shared weights that are lent."""
+        self.was_written |= self.written() != self._as_lent
 
     def _exchange(self) -> None:
         """Own and shared weights change places, a tensor at a time."""

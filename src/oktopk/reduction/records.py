@@ -105,7 +105,7 @@ class StepRecords:
             imbalance=stats.imbalance,
             residual_norm=residual_norm,
             seconds=dict(self._clock.seconds),
-            message_sizes=meter.message_sizes,
+            message_sizes={operation: dict(sizes) for operation, sizes in meter.message_sizes.items()},
             inside_bytes=self._inside.bytes_sent,
             skipped=skipped,
             rounds=meter.rounds,
