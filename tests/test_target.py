@@ -534,7 +534,7 @@ def test_a_tiny_sweep_adds_up_to_what_its_run_directories_say(tmp_path: Path, ca
     found = pieces(wanted)
     assert all(piece.is_finished() for piece in found)
     assert {piece.part for piece in found} == set(PARTS)
-    results = read_target(tmp_path / "docs" / "bench" / "target-gpt-tiny.json")
+    results = read_target(tmp_path / "docs" / "bench" / "target-gpt-tiny-epochs-1.json")
     for piece in found:
         if isinstance(piece, Training):
             check_training(piece)
@@ -548,7 +548,7 @@ def test_a_tiny_sweep_adds_up_to_what_its_run_directories_say(tmp_path: Path, ca
     arguments[arguments.index("--runs") + 1] = str(tmp_path / "elsewhere")
     assert main(arguments) == 0  # nor where the page has it
     assert not (tmp_path / "elsewhere").exists()
-    assert read_target(tmp_path / "docs" / "bench" / "target-gpt-tiny.json") == results
+    assert read_target(tmp_path / "docs" / "bench" / "target-gpt-tiny-epochs-1.json") == results
 
 
 def check_training(piece: Training) -> None:
@@ -582,11 +582,11 @@ def test_a_measured_sweep_times_what_really_crossed_the_network(tmp_path: Path) 
         "--runs", str(tmp_path / "runs"), "--docs", str(tmp_path / "docs"),
     ]  # fmt: skip
     assert main(arguments) == 0
-    results = read_target(tmp_path / "docs" / "bench" / "target-gpt-tiny.json")
+    results = read_target(tmp_path / "docs" / "bench" / "target-gpt-tiny-epochs-1.json")
     assert results.is_measured and not results.trained and not results.costs and not results.checks()
     for one in results.standings(2, "1gbit"):
         name = one.contender.replace(" ", "-")
-        summary = read_json(tmp_path / "runs" / f"gpt-tiny-2hosts-{name}-1gbit-seed0" / "summary.json")
+        summary = read_json(tmp_path / "runs" / f"gpt-tiny-epochs-1-2hosts-{name}-1gbit-seed0" / "summary.json")
         assert one.ends[0].seconds == pytest.approx(summary["seconds"])
         assert one.ends[0].bytes == summary["bytes_sent"] > 0
         assert one.has_reached and one.reached[0].step == 50  # chance is 128
