@@ -469,6 +469,32 @@ def test_with_overlap_auto_counts_what_training_does_not_wait_for(monkeypatch: p
     assert sorted(cost for cost, _ in seen)[3] < 0.05
 
 
+@pytest.mark.parametrize(
+    ("overlap", "told", "moved"),
+    [(False, [0, 15, 15, 15], [None, 1, None, 3]), (True, [0, 0, 0, 15], [None, None, None, 1])],
+)
+def test_what_ranks_learn_of_a_reduction_they_learn_in_the_same_step(
+    overlap: bool, told: list[int], moved: list[int | None]
+) -> None:
+    """With overlap in the step that applies it, however early it has arrived on some."""
+
+    def work(transport: ThreadTransport) -> tuple[list[int], list[int | None]]:
+        model = model_of()
+        optimizer, options = sgd(model), {"every": 2, "overlap": overlap, "group": transport, "min_numel": 0}
+        with oktopk.local_steps(model, optimizer, **options) as handle:  # type: ignore[arg-type]
+            notified, completed = [], []
+            for step in range(4):
+                handle.reducer.notify(15 if transport.rank == 1 and step > 0 else 0)
+                push(model, optimizer, transport.rank, step)
+                if transport.rank == 0:
+                    handle.wait()
+                notified.append(handle.notified)
+                completed.append(handle.completed.step if handle.completed is not None else None)
+        return notified, completed
+
+    assert run_world(2, work) == [(told, moved)] * 2
+
+
 def _trained(transport: ThreadTransport, folder: Any, save_at: int, steps: int, load: bool, **options: Any) -> Any:
     """Train, saving at a step; or load and train the rest. Own and shared weights and the optimizer's state."""
     model = model_of()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic
@@ -14,7 +16,10 @@ from oktopk.cli.main import main
 from oktopk.errors import ConfigError
 from oktopk.training.checkpoint import find_checkpoint
 from oktopk.training.config import TrainConfig
-from oktopk.training.trainer import resumed_config
+from oktopk.training.observer import Observer, Step, Summary
+from oktopk.training.trainer import resumed_config, train
+from oktopk.training.world import World
+from oktopk.transport.torch_dist import TorchTransport
 from oktopk.workloads.base import Recipe
 from trainings import TOY, changed, final_weights, resume_alone, strict_rows, toy_config, train_alone, train_as_rank
 from trainings import plain_kernels as plain_kernels
@@ -25,15 +30,42 @@ UPDATES: dict[str, Any] = {"reduce": "updates", "every": 3, "optimizer": "adamw"
 
 
 @pytest.mark.processes
-def test_a_run_of_two_ranks_resumed_inside_an_interval_ends_with_the_same_weights(tmp_path: Path) -> None:
-    run_processes(2, train_as_rank, toy_config(tmp_path, "whole", epochs=3, **UPDATES), timeout=100)
-    run_processes(2, train_as_rank, toy_config(tmp_path, "cut", epochs=3, max_steps=7, **UPDATES), timeout=100)
+@pytest.mark.parametrize("overlap", [False, True], ids=["waiting", "overlap"])
+def test_a_run_of_two_ranks_resumed_inside_an_interval_ends_with_the_same_weights(
+    overlap: bool, tmp_path: Path
+) -> None:
+    options = UPDATES | {"overlap": overlap}
+    run_processes(2, train_as_rank, toy_config(tmp_path, "whole", epochs=3, **options), timeout=100)
+    run_processes(2, train_as_rank, toy_config(tmp_path, "cut", epochs=3, max_steps=7, **options), timeout=100)
     run_processes(2, train_as_rank, changed(resumed_config(tmp_path / "cut", TOY), max_steps=None), timeout=100)
     whole, cut = final_weights(tmp_path / "whole"), final_weights(tmp_path / "cut")
     assert all(torch.equal(whole[name], cut[name]) for name in whole)
     steps = strict_rows(tmp_path / "cut" / "steps.jsonl")
     sent = [row["step"] for row in steps if "reduce" in row]
     assert sent == [*range(2, len(steps), 3), *([len(steps) - 1] if len(steps) % 3 else [])], "and the final mean"
+
+
+class _Sender(Observer):
+    """Interrupts its own process."""
+
+    def step(self, step: Step) -> None:
+        if step.step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _train_until_told(config: TrainConfig) -> Summary:
+    """Only rank 0 observes, and is told to stop."""
+    return train(config, World(TorchTransport()), _Sender())
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("overlap", [False, True], ids=["waiting", "overlap"])
+def test_a_signal_to_one_rank_ends_all_after_the_same_step(overlap: bool, tmp_path: Path) -> None:
+    config = toy_config(tmp_path, "cut", epochs=50, **UPDATES | {"overlap": overlap, "every": 1})
+    one, other = run_processes(2, _train_until_told, config, timeout=100)
+    assert one == other and one.stopped_by == "SIGTERM" and 4 <= one.steps < 20
+    rows = strict_rows(tmp_path / "cut" / "steps.jsonl")
+    assert len(rows) == one.steps and all("reduce" in row for row in rows), "what still travelled is written down, too"
 
 
 def test_alone_a_run_is_what_it_is_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,6 +124,13 @@ def test_updates_want_a_longer_rise_of_a_higher_rate(optimizer: Literal["adamw",
     assert (alone.lr, alone.lr_warmup_epochs) == (0.01, 1.5)
 
 
+def test_with_overlap_own_weights_keep_what_is_owed_however_rarely_they_synchronise() -> None:
+    base = Recipe(optimizer="adamw", lr=0.01, reduce="updates")
+    waiting, travelling = TrainConfig(every=4).recipe(base, 2), TrainConfig(every=4, overlap=True).recipe(base, 2)
+    assert (waiting.algorithm, waiting.keep_owed) == ("topka", 0.25)
+    assert (travelling.algorithm, travelling.keep_owed) == ("randomk", 1.0)
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("every", [3, 100], ids=["before a synchronisation", "before the end of an epoch"])
 def test_bad_data_between_synchronisations_stops_all_with_its_message(every: int, tmp_path: Path) -> None:
@@ -109,6 +148,7 @@ def test_bad_data_between_synchronisations_stops_all_with_its_message(every: int
     [
         ({"every": 4}, "every is for --reduce updates"),
         ({"reduce": "updates", "every": 0}, "1 or more"),
+        ({"overlap": True}, "overlap is for --reduce updates"),
         ({"reduce": "updates", "momentum_correction": 0.9}, "--momentum-correction"),
         ({"reduce": "updates", "analyze_every": 5}, "--analyze-every"),
     ],

@@ -27,6 +27,7 @@ from oktopk.front_ends.shared_weights import SharedWeights
 from oktopk.front_ends.update_reductions import UpdateReductions
 from oktopk.front_ends.weights import check_weights, trained_by, unwrap_model, unwrap_optimizers
 from oktopk.kernels.tensors import largest_magnitude
+from oktopk.metrics import StepRecord
 from oktopk.reducer import Reducer
 from oktopk.reduction.hosts import HostsOption
 from oktopk.reduction.rank_states import RankStates
@@ -175,6 +176,25 @@ class LocalSteps:
     def workers(self) -> int:
         """How many there are that step by themselves: hosts, or ranks where each is alone."""
         return len(self.reducer.hosts.ranks)
+
+    @property
+    def notified(self) -> int:
+        """The greatest number that any rank has told by `reducer.notify`; between two steps the same on all ranks.
+
+        With overlap `reducer.notified` is not: what travels arrives earlier on some.
+        """
+        return self._reductions.notified
+
+    @property
+    def completed(self) -> StepRecord | None:
+        """The record of the reduction that moved weights in the last step; None if none did."""
+        if not self._reductions.overlap:
+            return self.reducer.record_of(self._last_step)
+        return None if self._since else self._reductions.completed
+
+    def wait(self) -> None:
+        """Until nothing travels any more, so that its record is made. It is applied at the next synchronisation."""
+        self._reductions.wait()
 
     def on_close(self, undo: Callable[[], object]) -> None:
         """Say what else closing must undo; the latest is undone first."""

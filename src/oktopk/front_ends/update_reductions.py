@@ -13,6 +13,7 @@ from oktopk.front_ends.buffers import is_look_due
 from oktopk.front_ends.host_gradients import HostGradients
 from oktopk.front_ends.shared_weights import SharedWeights
 from oktopk.front_ends.weights import describe
+from oktopk.metrics import StepRecord
 from oktopk.reducer import Reducer
 from oktopk.reduction.gradient import Gradient
 from oktopk.reduction.records import Request
@@ -33,6 +34,8 @@ class UpdateReductions:
         self._updates = weights.updates
         self._updates.deferred = overlap
         self.count = 0
+        self.notified = 0  # what all ranks had been told by the end of the last reduction that is complete
+        self.completed: StepRecord | None = None  # with overlap: its record, when the next is under way
         self._under_way: list[torch.futures.Future[Tensor]] = []
         self._submitted = perf_counter()
         self._arrived: list[float] = []  # when the last reduction had travelled, once it has
@@ -93,9 +96,12 @@ class UpdateReductions:
         under_way, self._under_way = self._under_way, []
         for future in under_way:
             future.wait()
-        if self.overlap:
-            for vector in self._weights.vectors:
-                self._updates.apply(vector.own())
+        self.notified = self._reducer.notified
+        if not self.overlap:
+            return
+        self.completed = self._reducer.last_step if under_way else self.completed
+        for vector in self._weights.vectors:
+            self._updates.apply(vector.own())
 
     def wait(self) -> None:
         """Until nothing travels any more; it is not applied."""

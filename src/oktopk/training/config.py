@@ -38,6 +38,7 @@ class TrainConfig:
     # None: the preset's, or gradients if an algorithm, a density or a warm-up is named
     every: int | Literal["auto"] = 1  # steps between synchronisations of updates; auto: a tenth of the time
     keep_owed: float | bool | None = None  # share of what is owed that weights contain; None: 1, adamw every 4: 0.25
+    overlap: bool = False  # let updates travel while the next steps are computed; they arrive one synchronisation later
     wire: str | None = None  # float32, float16, bfloat16, int8, int4, codebook2; None: float32, for updates narrower
     hosts: int | Literal["auto"] = "auto"  # workers of a host, which sum densely first; auto: find out; 1: none do
     min_numel: int = 1024  # parameters smaller than this go dense
@@ -119,6 +120,8 @@ class TrainConfig:
                 raise ConfigError(f"every is for --reduce updates, got {self.every}: gradients travel at every step.")
             if self.keep_owed is not None and self.keep_owed != 1:
                 raise ConfigError("keep_owed is for --reduce updates: gradients that are owed lie beside weights.")
+            if self.overlap:
+                raise ConfigError("overlap is for --reduce updates: gradients travel during backward anyway.")
             return
         for name in _ABOUT_GRADIENTS:
             if getattr(self, name):
@@ -158,7 +161,7 @@ class TrainConfig:
         twice the rise of it."""
         optimizer = self.optimizer or base.optimizer
         keeps = base.keep_owed if self.keep_owed is None else self.keep_owed
-        rarely = self.every != "auto" and self.every >= RARELY and optimizer == "adamw"
+        rarely = self.every != "auto" and self.every >= RARELY and optimizer == "adamw" and not self.overlap
         usual = update_defaults(self.algorithm, rarely if keeps is None else keeps < 1)
         usual = usual if keeps is None else replace(usual, keep_owed=keeps)
         base = replace(base, reduce="updates", warmup_steps=0, **asdict(usual))

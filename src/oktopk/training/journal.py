@@ -1,7 +1,7 @@
 """The metrics channel: what the loop saw and what the reducer recorded meet here, once, when they are drained.
 
-The reducer hands its records to a `MemorySink` on its own thread, before the reduced gradient goes back to the loop. So
-when a step is over its records are there: draining waits for nothing and finds nothing half-written.
+The reducer hands its records to a `MemorySink` on its own thread, before what was reduced goes back to the loop. Once
+nothing travels any more all records are there: draining waits for nothing and finds nothing half-written.
 """
 
 from __future__ import annotations

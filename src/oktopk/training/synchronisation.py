@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from oktopk.checkpoint import Saveable
 from oktopk.front_ends.local_steps import local_steps
 from oktopk.front_ends.optimizer import DistributedOptimizer
-from oktopk.metrics import Sink
+from oktopk.metrics import Sink, StepRecord
 from oktopk.reducer import Reducer
 from oktopk.training.config import TrainConfig
 from oktopk.workloads.base import Recipe
@@ -56,6 +56,20 @@ class Synchronisation(Protocol):
 
     def step(self) -> None:
         """Step the optimizer, unless this step is to be skipped; bring updates together, if they are due."""
+        ...
+
+    @property
+    def completed(self) -> StepRecord | None:
+        """The record of what was brought together in the last step, if anything was."""
+        ...
+
+    @property
+    def notified(self) -> int:
+        """The greatest number that any rank has told by `reducer.notify`; between two steps the same on all."""
+        ...
+
+    def wait(self) -> None:
+        """Until nothing travels any more: then there is a record of every step."""
         ...
 
     def shared(self) -> AbstractContextManager[None]:
@@ -148,6 +162,17 @@ class ReduceGradients(_Stepping):
         elif not self.reducer.last_step.skipped:
             self._optimizer.step()
 
+    @property
+    def completed(self) -> StepRecord | None:
+        return self.reducer.last_step
+
+    @property
+    def notified(self) -> int:
+        return self.reducer.notified
+
+    def wait(self) -> None:
+        """There is nothing to wait for: a step ends when its gradients are there."""
+
     def shared(self) -> AbstractContextManager[None]:
         return nullcontext()  # weights are the same everywhere
 
@@ -189,6 +214,7 @@ class ReduceUpdates(_Stepping):
             config.every,
             algorithm=recipe.algorithm,
             keep_owed=recipe.keep_owed,
+            overlap=config.overlap,
             scaler=scaler,
             hosts=config.hosts,
             warmup_steps=recipe.warmup_steps,
@@ -216,6 +242,17 @@ class ReduceUpdates(_Stepping):
             self._step_scaled(self.scaler)
         else:
             self._optimizer.step()
+
+    @property
+    def completed(self) -> StepRecord | None:
+        return self._handle.completed
+
+    @property
+    def notified(self) -> int:
+        return self._handle.notified
+
+    def wait(self) -> None:
+        self._handle.wait()
 
     def shared(self) -> AbstractContextManager[None]:
         return self._handle.shared()

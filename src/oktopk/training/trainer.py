@@ -111,7 +111,7 @@ class Trainer:
         """How many step by themselves: workers, or hosts of them."""
         if reduce != "updates":
             return self.world.world_size
-        return self.world.count_hosts(worker_hosts(self.config.hosts, False, self.place.device))
+        return self.world.count_hosts(worker_hosts(self.config.hosts, self.config.overlap, self.place.device))
 
     def run(self, interrupts: Interrupts) -> Summary:
         """Train to the end, or to the next checkpoint after a signal."""
@@ -160,13 +160,17 @@ class Trainer:
         return self.stopped_by is not None or (every > 0 and self.at.step % every == 0)
 
     def _save_inside_epoch(self) -> None:
-        self.recorder.drain()
+        self._write_steps()
         self._save()
+
+    def _write_steps(self) -> None:
+        self.optimizer.wait()
+        self.recorder.drain()
 
     def _end_epoch(self) -> None:
         if self.at.epoch + 1 >= self.recipe.epochs:
             self.optimizer.finish()
-        self.recorder.drain()
+        self._write_steps()
         if self.recipe.reduce == "gradients":
             # Running statistics of normalisation layers are local; from here on they are everyone's.
             self.world.average_([buffer for buffer in self.model.buffers() if buffer.is_floating_point()])
@@ -195,7 +199,7 @@ class Trainer:
         # Only now: to read a loss is to wait for the device that computes it.
         self._note(sum(float(loss) for loss in losses), lr, micro_batches)
         self.gaps.step()
-        return self.reducer.notified
+        return self.optimizer.notified
 
     def _reduce(self, batches: Iterator[Any], micro_batches: int, lr: float) -> list[Tensor]:
         """Gradients of some batches added up and reduced; the share of each in their mean loss on this rank."""
@@ -285,8 +289,7 @@ class Trainer:
         )
         self.at = replace(self.at, step=self.at.step + 1, batch=self.at.batch + micro_batches)
         done = -(-self.at.batch // self.config.accumulate)
-        record = self.reducer.record_of(self.at.step - 1)
-        self.observer.step(Step(self.at.step, self.at.epoch, done, loss, lr, record))
+        self.observer.step(Step(self.at.step, self.at.epoch, done, loss, lr, self.optimizer.completed))
 
     # -- validation ----------------------------------------------------------------------------------------------
 
