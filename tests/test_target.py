@@ -487,9 +487,18 @@ def test_what_the_page_has_is_not_made_again_and_not_lost(tmp_path: Path) -> Non
 
 def test_times_of_another_machine_are_taken_again_but_trainings_are_kept(tmp_path: Path) -> None:
     known = results_of(tmp_path)
-    write_target(tmp_path / "a.json", replace(known, machine={"processor": "abacus"}))
-    found = known_results(tmp_path / "a.json", sweep())
-    assert found is not None and found.trained == known.trained and not found.costs and not found.measured
+    elsewhere = replace(known, machines={name: {"processor": "abacus"} for name in known.machines})
+    write_target(tmp_path / "a.json", elsewhere)
+    assert known_results(tmp_path / "a.json", sweep()) == elsewhere, "nobody is missing in its tables"
+    joined = sweep(contenders=("ddp dense", "updates", "diloco"), networks=NETWORKS[:1])
+    found = known_results(tmp_path / "a.json", joined)
+    assert found is not None and found.trained == known.trained
+    assert (
+        {one.network for one in (*found.costs, *found.measured)}
+        == {"1gbit"}
+        == {table.split()[-1] for table in found.machines}
+    ), "who joins is timed together with all others of the table"
+    assert known_results(tmp_path / "a.json", replace(joined, hosts=(4,))) == elsewhere, "a table of its own"
     write_target(tmp_path / "b.json", known)
     found = known_results(tmp_path / "b.json", sweep(seconds=9.0))
     assert found is not None and not found.costs

@@ -68,6 +68,7 @@ class Contender:
     schedule: Callable[[Recipe, int], Schedule]  # from the recipe and the number of steps
     attach: Callable[[Setting], Participant]
     every: int = 1  # what `oktopk train --every` is told
+    overlap: bool = False  # and whether --overlap
 
 
 def require_contenders(names: Sequence[str]) -> None:
@@ -183,13 +184,14 @@ def _gradients(
     return Contender(how, "gradients", schedule, attach)
 
 
-def _ours(every: int) -> Contender:
-    how = f"`oktopk train --reduce updates{f' --every {every}' if every > 1 else ''}`"
+def _ours(every: int = 1, overlap: bool = False) -> Contender:
+    flags = f"{f' --every {every}' if every > 1 else ''}{' --overlap' if overlap else ''}"
+    how = f"`oktopk train --reduce updates{flags}`"
 
     def schedule(recipe: Recipe, steps: int) -> Schedule:
         return Schedule(every=every, levels=recipe.keep_owed is not None and recipe.keep_owed < 1)
 
-    return Contender(how, "updates", schedule, _updates, every)
+    return Contender(how, "updates", schedule, _updates, every, overlap)
 
 
 CONTENDERS: dict[str, Contender] = {
@@ -208,6 +210,7 @@ CONTENDERS: dict[str, Contender] = {
     "sparta diloco": _local(
         "a random 0.5% every step, a DiLoCo step every 100", 1, "sparta_diloco", {"share": 0.005}, 100
     ),
-    OURS: _ours(1),
+    OURS: _ours(),
+    "updates overlap": _ours(overlap=True),
     "updates 4": _ours(4),
 }

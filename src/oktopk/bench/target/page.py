@@ -30,9 +30,7 @@ networks of several rates, each contender as a user would run it. This page is g
   the network. It is that of the weights with which a training would end there.
 - **Time** is that training replayed: so many dense steps, local steps, steps with an exchange, and the mean that ends
   it, each with what it takes on emulated hosts whose links have the rate. All contenders are timed in the same
-  processes, in turns, four times, so that a slow minute of the machine is everybody's (where a command says
-  `--seconds 1.5` they were still timed one after another, and [on links that let 64 kB through at once after a
-  pause](log.md#the-machine): too good for who sends little at 10 and 100 Mbit/s). Real batches, real optimizers;
+  processes, in turns, four times, so that a slow minute of the machine is everybody's. Real batches, real optimizers;
   looking at quality, starting up and reading data for the first time are not counted. Ranks share the cores of one
   machine: computation is slower than on machines of their own.
 - **The target** is what DDP dense reaches at the end of its recipe with the same seed, within 1%, unless a section says
@@ -70,13 +68,23 @@ def _contenders(found: Sequence[Results]) -> list[str]:
 
 
 def _section(docs: Path, results: Results) -> list[str]:
-    machine = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in results.machine.items())
     which = ", ".join([results.workload, f"preset {results.preset}", *_said(results)])
     lines = [f"## {which}, {results.parameters:,} parameters", ""]
-    lines += [f"Machine: {machine}.", "", *_rates(results), *_missing(results)]
+    lines += [*_machines(results), *_rates(results), *_missing(results)]
     for hosts in results.hosts:
         lines += _hosts(docs, results, hosts)
     return [*lines, *_checks(results)]
+
+
+def _machines(results: Results) -> list[str]:
+    """One for everything, or which tables each one has timed."""
+    tables: dict[str, list[str]] = {}
+    for table, machine in sorted(results.machines.items()):
+        said = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in machine.items())
+        tables.setdefault(said, []).append(table)
+    if len(tables) <= 1:
+        return [line for said in tables for line in (f"Machine: {said}.", "")]
+    return [*(f"- Machine of {', '.join(names)}: {said}." for said, names in tables.items()), ""]
 
 
 def _said(results: Results) -> list[str]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from oktopk.bench.host import describe_machine
 from oktopk.bench.target.contenders import DENSE_NAME
-from oktopk.bench.target.pieces import Piece, Sweep, Timing, Training, pieces
+from oktopk.bench.target.pieces import TIMINGS, Piece, Sweep, Timing, Training, pieces
 from oktopk.bench.target.replay import (
     Costs,
     Goal,
@@ -37,7 +37,7 @@ class Results:
     command: str
     asked: Mapping[str, Any]  # what all trainings have in common
     seconds: float  # of timing per contender and network
-    machine: Mapping[str, Any]
+    machines: Mapping[str, Mapping[str, Any]]  # by table: contenders in one are timed on the same
     workload: str
     preset: str
     parameters: int
@@ -114,6 +114,17 @@ class Results:
         sign = 1 if self.lower_is_better else -1
         return sorted(found, key=lambda s: (not s.has_reached, s.seconds if s.has_reached else sign * s.quality))
 
+    def without(self, tables: Collection[str]) -> Results:
+        """The same, with nothing timed or measured for these."""
+
+        def stays(one: Costs | Measured) -> bool:
+            return table_name(one.hosts, one.network) not in tables
+
+        return replace(
+            self, costs=tuple(filter(stays, self.costs)), measured=tuple(filter(stays, self.measured)),
+            machines={name: machine for name, machine in self.machines.items() if name not in tables},
+        )  # fmt: skip
+
     def costs_of(self, contender: str, hosts: int, network: str) -> Costs | None:
         wanted = (contender, hosts, network)
         return next((one for one in self.costs if (one.contender, one.hosts, one.network) == wanted), None)
@@ -136,20 +147,41 @@ class Results:
         return len({one.seed for one in runs if one.diverged and (one.contender, one.hosts) == (contender, hosts)})
 
 
+def table_name(hosts: int, network: str) -> str:
+    """Who is compared with whom."""
+    return f"{hosts} hosts at {network}"
+
+
 def result_name(preset: str, asked: Mapping[str, Any]) -> str:
     """One for every recipe, so that sweeps of several stand side by side."""
     return "-".join(["target", asked["workload"], preset, *said_words(asked)])
 
 
 def known_results(path: Path, sweep: Sweep) -> Results | None:
-    """What of an earlier sweep in that file counts for this one: its times only if the same machine took as long."""
+    """What of an earlier sweep in that file counts for this one.
+
+    Times of a table only if nobody is missing in it or this is the machine that took them: contenders are compared.
+    """
     if not path.is_file():
         return None
     found = read_target(path)
     if found.asked != sweep.asked or found.is_measured != sweep.measured:
         return None
-    is_alike = found.machine == describe_machine() and found.seconds == sweep.seconds
-    return found if is_alike or sweep.measured else replace(found, costs=(), measured=())
+    if sweep.measured:
+        return found
+    if found.seconds != sweep.seconds:
+        return replace(found, costs=(), measured=(), machines={})
+    return found.without(_timed_elsewhere(found, sweep))
+
+
+def _timed_elsewhere(found: Results, sweep: Sweep) -> set[str]:
+    """Tables that others are to join, and that another machine has timed."""
+    unfinished = {
+        table_name(piece.jobs[0].hosts, piece.network.label)
+        for piece in pieces(sweep, [TIMINGS]) if isinstance(piece, Timing) and found.rest_of(piece)
+    }  # fmt: skip
+    here = describe_machine()
+    return {name for name in unfinished & found.machines.keys() if found.machines[name] != here}
 
 
 def collect(sweep: Sweep, target: float | None, command: str, known: Results | None = None) -> Results:
@@ -163,13 +195,16 @@ def collect(sweep: Sweep, target: float | None, command: str, known: Results | N
     else:
         raise DataError(f"no training of {sweep.workload} has ended in {sweep.runs} yet.")
     made = Results(
-        command, sweep.asked, sweep.seconds, describe_machine(), sweep.workload, about["preset"], about["parameters"],
+        command, sweep.asked, sweep.seconds, {}, sweep.workload, about["preset"], about["parameters"],
         about["metric"], about["lower_is_better"], target, sweep.seeds,
         {one.label: one.bits_per_second or 0.0 for one in sweep.networks},
         tuple(piece.trained() for piece in trainings if piece.network is None),
         tuple(costs for piece in wanted if isinstance(piece, Timing) for costs in piece.costs()),
         tuple(piece.crossing() for piece in trainings if piece.network is not None), sweep.measured,
     )  # fmt: skip
+    tables = {table_name(one.hosts, one.network) for one in made.costs}
+    tables |= {table_name(one.hosts, one.network) for one in made.measured}
+    made = replace(made, machines={name: describe_machine() for name in sorted(tables)})
     return made if known is None else _joined(known, made)
 
 
@@ -177,6 +212,7 @@ def _joined(known: Results, made: Results) -> Results:
     """The new results, with those of before that were not made again."""
     return replace(
         made,
+        machines={**known.machines, **made.machines},
         seeds=max(known.seeds, made.seeds),
         networks=dict(sorted({**known.networks, **made.networks}.items(), key=lambda item: item[1])),
         trained=_union(known.trained, made.trained, _who),

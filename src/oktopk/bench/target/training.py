@@ -56,9 +56,10 @@ class Job:
 
     @property
     def config(self) -> TrainConfig:
+        contender = CONTENDERS[self.contender]
         return TrainConfig(
             self.workload, self.preset, self.data, epochs=self.epochs, lr_warmup_epochs=self.lr_warmup_epochs,
-            seed=self.seed, reduce=CONTENDERS[self.contender].reduce, every=CONTENDERS[self.contender].every,
+            seed=self.seed, reduce=contender.reduce, every=contender.every, overlap=contender.overlap,
         )  # fmt: skip
 
     def recipe(self, base: Recipe) -> Recipe:
