@@ -9,32 +9,29 @@ from math import inf
 from time import perf_counter
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
 from oktopk.config import Density
-from oktopk.errors import CheckpointError, ConfigError, MismatchError, OkTopkError, UnsupportedError
+from oktopk.errors import CheckpointError, ConfigError, MismatchError, UnsupportedError
 from oktopk.front_ends.every import Every, interval
 from oktopk.front_ends.host_gradients import HostGradients
-from oktopk.front_ends.local_defaults import chosen_updates
+from oktopk.front_ends.local_defaults import chosen_updates, complete_options_
 from oktopk.front_ends.local_state import inherit, inherit_same, load_optimizer_state, optimizer_state
 from oktopk.front_ends.options import LocalOptions
 from oktopk.front_ends.quiet import QuietDDP, count_skipped_steps
 from oktopk.front_ends.shared_weights import SharedWeights
 from oktopk.front_ends.update_reductions import UpdateReductions
+from oktopk.front_ends.watch import Watch
 from oktopk.front_ends.weights import check_weights, trained_by, unwrap_model, unwrap_optimizers
 from oktopk.kernels.tensors import largest_magnitude
 from oktopk.metrics import StepRecord
 from oktopk.reducer import Reducer
-from oktopk.reduction.hosts import HostsOption
 from oktopk.reduction.rank_states import RankStates
 
 log = logging.getLogger("oktopk")
-
-_MAKE_ANEW = "Call handle.finish() and handle.close() on every rank, and then local_steps again."
 
 
 def local_steps(
@@ -91,7 +88,7 @@ def local_steps(
     _refuse_twice(optimizers)
     if "reduce" in options:
         raise ConfigError("local_steps takes no reduce: it is updates that it reduces.")
-    _complete_options(options, module, ddp, overlap, scaler)
+    complete_options_(options, module, ddp, overlap, scaler)
     usual = chosen_updates(algorithm, keep_owed, every, optimizers, overlap)
     density, wire = usual.density if density is None else density, wire or usual.wire
     reducer = Reducer(usual.algorithm, density, wire=wire, reduce="updates", keep_owed=usual.keep_owed, **options)
@@ -100,28 +97,6 @@ def local_steps(
     except BaseException:
         reducer.close()
         raise
-
-
-def _complete_options(
-    options: LocalOptions, module: nn.Module, ddp: DistributedDataParallel | None, overlap: bool, scaler: Any
-) -> None:
-    """Set what was not given and follows from the model and the scaler."""
-    if scaler is not None:
-        options.setdefault("on_nonfinite", "skip")
-    if ddp is not None:
-        options.setdefault("group", ddp.process_group)
-    device = next(module.parameters(), torch.empty(0)).device
-    options["hosts"] = worker_hosts(options.get("hosts", "auto"), overlap, device)
-
-
-def worker_hosts(wanted: HostsOption, overlap: bool, device: torch.device) -> HostsOption:
-    """Which ranks are one worker. "auto" is heeded where averaging neither waits for a reduction nor for a device."""
-    if overlap and wanted not in ("auto", None, 1):
-        raise ConfigError(
-            f"overlap=True and hosts={wanted!r} do not go together: the ranks of a host average gradients at every "
-            "step, and would wait for the reduction that travels meanwhile. Pass hosts=None, or no overlap."
-        )
-    return None if wanted == "auto" and (overlap or device.type != "cpu") else wanted
 
 
 def _refuse_twice(optimizers: Sequence[Optimizer]) -> None:
@@ -153,8 +128,8 @@ class LocalSteps:
         self._since = 0  # of them after the last synchronisation
         self._due = self._interval.steps(0)
         self._ended = perf_counter()  # the last synchronisation
+        self._watch = Watch(self._weights, optimizers)
         self._undo = list(self._attach(scaler, ddp))
-        self._written = self._weights.written()
 
     def _attach(self, scaler: Any, ddp: DistributedDataParallel | None) -> Iterator[Callable[[], object]]:
         """Hook into the training loop; how to undo that."""
@@ -211,8 +186,8 @@ class LocalSteps:
             self._gradients.average_(optimizer)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        self._refuse_while_lent("optimizer.step()")
-        self._check_weights()
+        self._watch.refuse_while_lent("optimizer.step()")
+        self._watch.check()
         itself, *rest = args
         closure = rest[0] if rest else kwargs.get("closure")
         if closure is None:
@@ -233,24 +208,6 @@ class LocalSteps:
 
         return averaged
 
-    def _check_weights(self) -> None:
-        """Weights are those that the last step left, and the optimizers train no others."""
-        trained = self._weights.trained
-        if any(tensor.dtype != vector.dtype for vector in trained for tensor in vector.tensors):
-            raise OkTopkError(f"the model's weights were {trained[0].dtype} and are not any more. {_MAKE_ANEW}")
-        if self._weights.written() != self._written:
-            raise OkTopkError(
-                "the weights were changed or moved since the last optimizer.step(), e.g. by load_state_dict: they must "
-                "only change in steps, or ranks come apart. Call handle.restart() afterwards, on every rank."
-            )
-        known = {id(tensor) for vector in trained for tensor in vector.tensors}
-        new = sum(id(parameter) not in known for parameter in trained_by(self._optimizers))
-        if new:
-            raise OkTopkError(
-                f"{new} parameters are trained that were not when local_steps was called: a parameter group was added, "
-                f"or a layer unfrozen. {_MAKE_ANEW}"
-            )
-
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._gradients.stepped(optimizer)
         if optimizer is self._optimizers[-1]:
@@ -258,11 +215,11 @@ class LocalSteps:
             self._since += 1
             if self._since >= self._due:
                 self._synchronize()
-        self._written = self._weights.written()
+        self._watch.accept()
 
     def _skipped_step(self) -> None:
         log.warning("step %d: the scaler skipped it on rank %d.", self.step, self.reducer.rank)
-        self._check_weights()
+        self._watch.check()
         self._after_step(self._optimizers[-1], (), {})
 
     def _drop_bad_gradients(self) -> None:
@@ -282,10 +239,10 @@ class LocalSteps:
 
     def synchronize(self) -> None:
         """Reduce what changed since the last time, now. Every rank must call it; `step` does so when it is due."""
-        self._refuse_while_lent("synchronize()")
-        self._check_weights()
+        self._watch.refuse_while_lent("synchronize()")
+        self._watch.check()
         self._synchronize()
-        self._written = self._weights.written()
+        self._watch.accept()
 
     def _synchronize(self) -> None:
         began = perf_counter()
@@ -313,14 +270,13 @@ class LocalSteps:
         if self._weights.is_lent:
             yield
             return
-        self._check_weights()
+        self._watch.check()
         self._settle()
         try:
             with self._weights.lent():
                 yield
         finally:
-            # Who loads weights there writes over the shared ones: the next step refuses to go on with them.
-            self._written = [] if self._weights.was_written else self._weights.written()
+            self._watch.accept_returned()
 
     def owed(self) -> dict[str, Tensor]:
         """A copy of what this rank has changed and not sent, by name."""
@@ -334,16 +290,16 @@ class LocalSteps:
         kept before them: what they forgot stays owed, since weights that learned to do without would be worse with it.
         Right after a synchronisation nothing has to travel then: all go back to the shared weights.
         """
-        self._refuse_while_lent("finish()")
+        self._watch.refuse_while_lent("finish()")
         if self.world_size == 1:
             return
-        self._check_weights()
+        self._watch.check()
         is_forgetful = self.reducer.config.keep_owed < 1
         if is_forgetful:
             self._agree_on_step()
         self._reductions.finish(self._last_step, is_level=is_forgetful and not self._since)
         self._since = 0
-        self._written = self._weights.written()
+        self._watch.accept()
 
     def _agree_on_step(self) -> None:
         """A rank for which nothing has to travel would not notice that another has taken a further step."""
@@ -353,10 +309,10 @@ class LocalSteps:
 
     def restart(self) -> None:
         """Take rank 0's weights and buffers as they are now for everyone's; drop what is owed and under way."""
-        self._refuse_while_lent("restart()")
+        self._watch.refuse_while_lent("restart()")
         self._reductions.drop()
         self._weights.begin()
-        self._written = self._weights.written()
+        self._watch.accept()
 
     def close(self) -> None:
         """Stop synchronising: the optimizer, DDP and the scaler are as before. Weights stay this rank's own."""
@@ -376,12 +332,6 @@ class LocalSteps:
         self._reductions.wait()
         if self.world_size == 1 and not self._weights.is_lent:
             self._weights.share_own()
-
-    def _refuse_while_lent(self, what: str) -> None:
-        if self._weights.is_lent:
-            raise OkTopkError(
-                f"{what} inside handle.shared(), where the model holds the shared weights: leave the context first."
-            )
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -411,7 +361,7 @@ class LocalSteps:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue exactly where the state was taken, in the middle of an interval too."""
-        self._refuse_while_lent("loading a state")
+        self._watch.refuse_while_lent("loading a state")
         self._reductions.complete()
         if len(state["optimizers"]) != len(self._optimizers):
             raise CheckpointError(
@@ -424,4 +374,4 @@ class LocalSteps:
         self.step, self._since, self._due = int(state["step"]), int(state["since"]), int(state["due"])
         self._reductions.count = int(state["synchronisations"])
         self._interval.load_state_dict(state["every"])
-        self._written = self._weights.written()
+        self._watch.accept()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from oktopk.errors import ConfigError, DataError
 from oktopk.front_ends.clipping import NormClip
-from oktopk.front_ends.local_steps import worker_hosts
+from oktopk.front_ends.local_defaults import worker_hosts
 from oktopk.front_ends.memory import HeapGaps, keep_fewer_compiled, return_freed_memory
 from oktopk.training.algorithms import has_sparse_steps
 from oktopk.training.analysis import Analyzer
