@@ -8,8 +8,6 @@ python docs/figures/updates.py [WIKITEXT2_FOLDER]    # without a folder nothing 
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -17,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 from tempfile import TemporaryDirectory
-from threading import Lock
 from typing import Any
+
+from kept import add_row, read_rows, train
 
 from oktopk.bench.markdown import markdown_table
 from oktopk.bench.target.replay import pareto_front
@@ -172,7 +171,7 @@ FORGETTING = [name for name in SWEEPS if "forget" in name or "every 4 steps" in 
 def main(data: Path | None) -> None:
     if data is not None:
         make_all(data)
-    kept = [json.loads(line) for line in KEPT.read_text().splitlines()]
+    kept = read_rows(KEPT)
     for name, settings in TUNED.items():
         print(f"\n{name}, seed {TUNING_SEED}, validation text:", end="")
         for one in settings:
@@ -208,7 +207,7 @@ def tuning(data: Path) -> Iterator[tuple[Setting, int, Path]]:
 
 
 def reported(data: Path) -> Iterator[tuple[Setting, int, Path]]:
-    kept = [json.loads(line) for line in KEPT.read_text().splitlines()]
+    kept = read_rows(KEPT)
     everyone = [DENSE, *best_of_all(kept), *dict.fromkeys(one for sweep in SWEEPS.values() for one in sweep)]
     yield from ((one, seed, data) for seed in MORE_SEEDS for one in close_ones(kept))
     yield from ((one, seed, data) for seed in SEEDS for one in everyone)
@@ -228,26 +227,19 @@ def best_of_all(kept: list[dict[str, Any]]) -> list[Setting]:
     return [min(found, key=lambda pair: pair[0])[1] for found in known.values() if found]
 
 
-_writing = Lock()
-
-
 def make(setting: Setting, seed: int, data: Path, scratch: Path) -> None:
-    with _writing:
-        KEPT.touch()
-        if mine([json.loads(line) for line in KEPT.read_text().splitlines()], setting, seed):
-            return
+    if mine(read_rows(KEPT), setting, seed):
+        return
     name = f"{abs(hash((setting, seed)))}"
     kept_in = scratch / (f"{name}.jsonl" if setting.is_rival else f"{name}/summary.json")
     where = ["--json", str(kept_in)] if setting.is_rival else ["--runs", str(scratch), "--name", name]
     command = [*setting.command, "--data", str(data), "--seed", str(seed), *where]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    found = json.loads(kept_in.read_text())
+    found = train(command, kept_in)
     row = {
         "command": setting.command, "seed": seed, "loss": found["validation"]["loss"],
         "sent": found["bytes_sent"], "dense": found["dense_bytes"],
     }  # fmt: skip
-    with _writing, open(KEPT, "a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
+    add_row(KEPT, row)
     print(f"{setting.name}, rate {setting.lr:g}, seed {seed}: {row['loss']:.4f}", file=sys.stderr)
 
 

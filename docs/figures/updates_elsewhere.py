@@ -8,13 +8,13 @@ python docs/figures/updates_elsewhere.py [AN4_FOLDER]    # without a folder noth
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+
+from kept import add_row, read_rows, train
 
 from oktopk.bench.markdown import markdown_table
 from oktopk.bench.target.results import Results, read_target
@@ -40,7 +40,7 @@ SETTINGS = {
 def main(an4: Path | None) -> None:
     if an4 is not None:
         make_all(an4)
-    kept = [json.loads(line) for line in KEPT.read_text().splitlines()]
+    kept = read_rows(KEPT)
     rows = [{"setting": name, **{w: known_cell(w, contender) for w in WORKLOADS}} for name, contender in KNOWN.items()]
     rows += [{"setting": name, **{w: cell(w, flags, kept) for w in WORKLOADS}} for name, flags in SETTINGS.items()]
     print("\n".join(markdown_table([row for row in rows if any(row[workload] for workload in WORKLOADS)])))
@@ -48,13 +48,11 @@ def main(an4: Path | None) -> None:
 
 def make_all(an4: Path) -> None:
     with TemporaryDirectory() as scratch, ThreadPoolExecutor(AT_ONCE) as pool:
-        KEPT.touch()
-        known = [json.loads(line)["command"] for line in KEPT.read_text().splitlines()]
+        known = [row["command"] for row in read_rows(KEPT)]
         wanted = [(workload, flags) for flags in SETTINGS.values() for workload in WORKLOADS]
         missing = [one for one in wanted if command(*one) not in known]
         for row in pool.map(lambda one: make(*one, an4=an4, scratch=Path(scratch)), missing):
-            with KEPT.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+            add_row(KEPT, row)
             print(row["command"], f"{row['quality']:.4f}", file=sys.stderr)
 
 
@@ -67,8 +65,7 @@ def make(workload: str, flags: str, an4: Path, scratch: Path) -> dict[str, Any]:
     name = f"{abs(hash((workload, flags)))}"
     data = ["--data", str(an4)] if workload == "speech" else []
     where = ["--runs", str(scratch), "--name", name, "--validate-every", "1000"]  # at the end
-    subprocess.run([*command(workload, flags), *data, *where], check=True, stdout=subprocess.DEVNULL)
-    found = json.loads((scratch / name / "summary.json").read_text())
+    found = train([*command(workload, flags), *data, *where], scratch / name / "summary.json")
     return {
         "command": command(workload, flags), "quality": found["validation"][metric_of(workload)],
         "sent": found["bytes_sent"], "dense": found["dense_bytes"],
