@@ -235,6 +235,29 @@ def test_buffers_are_averaged_at_synchronisation(overlap: bool) -> None:
     assert torch.equal(world[0][1], world[1][1])
 
 
+def test_a_forward_in_training_mode_leaves_the_shared_buffers_alone_and_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def work(transport: ThreadTransport) -> Tensor:
+        model = _WithNorm()
+        optimizer = sgd(model)
+        with oktopk.local_steps(model, optimizer, density=0.5, min_numel=0, group=transport) as handle:
+            for _ in range(2):
+                model(torch.ones(8, 6) * torch.arange(8)[:, None] * (1 + transport.rank)).sum().backward()
+                optimizer.step()
+                with handle.shared():
+                    before = model.layers[1].running_mean.clone()
+                    model(torch.arange(48.0).view(8, 6) + transport.rank)
+                with handle.shared():
+                    assert torch.equal(model.layers[1].running_mean, before)
+            handle.finish()
+            return model.layers[1].running_mean.clone()
+
+    one, other = run_world(2, work)
+    assert torch.equal(one, other)
+    assert "written inside handle.shared()" in caplog.text and "model.eval()" in caplog.text
+
+
 def test_ranks_that_step_differently_are_refused_before_data_moves() -> None:
     def work(transport: ThreadTransport) -> str:
         model = model_of()
@@ -467,32 +490,6 @@ def test_with_overlap_auto_counts_what_training_does_not_wait_for(monkeypatch: p
     run_world(2, work)
     assert sorted(travel > 0.05 for _, travel in seen) == [False] * 2 + [True] * 6, "nothing travels before the first"
     assert sorted(cost for cost, _ in seen)[3] < 0.05
-
-
-@pytest.mark.parametrize(
-    ("overlap", "told", "moved"),
-    [(False, [0, 15, 15, 15], [None, 1, None, 3]), (True, [0, 0, 0, 15], [None, None, None, 1])],
-)
-def test_what_ranks_learn_of_a_reduction_they_learn_in_the_same_step(
-    overlap: bool, told: list[int], moved: list[int | None]
-) -> None:
-    """With overlap in the step that applies it, however early it has arrived on some."""
-
-    def work(transport: ThreadTransport) -> tuple[list[int], list[int | None]]:
-        model = model_of()
-        optimizer, options = sgd(model), {"every": 2, "overlap": overlap, "group": transport, "min_numel": 0}
-        with oktopk.local_steps(model, optimizer, **options) as handle:  # type: ignore[arg-type]
-            notified, completed = [], []
-            for step in range(4):
-                handle.reducer.notify(15 if transport.rank == 1 and step > 0 else 0)
-                push(model, optimizer, transport.rank, step)
-                if transport.rank == 0:
-                    handle.wait()
-                notified.append(handle.notified)
-                completed.append(handle.completed.step if handle.completed is not None else None)
-        return notified, completed
-
-    assert run_world(2, work) == [(told, moved)] * 2
 
 
 def _trained(transport: ThreadTransport, folder: Any, save_at: int, steps: int, load: bool, **options: Any) -> Any:

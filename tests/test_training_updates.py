@@ -53,6 +53,11 @@ class _Sender(Observer):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+def test_a_signal_ends_a_run_alone_too(tmp_path: Path) -> None:
+    summary = train_alone(toy_config(tmp_path, "cut", epochs=2, **UPDATES), _Sender())
+    assert summary.stopped_by == "SIGTERM" and 4 <= summary.steps < 12
+
+
 def _train_until_told(config: TrainConfig) -> Summary:
     """Only rank 0 observes, and is told to stop."""
     return train(config, World(TorchTransport()), _Sender())

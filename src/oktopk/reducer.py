@@ -147,6 +147,8 @@ class Reducer:
         if not 0 <= number < 2**32:
             raise ConfigError(f"a number for all ranks must be 0 to 2**32 - 1, got {number}.")
         self._pipeline.notice = number
+        if self.world_size == 1:  # nobody has to be told, and nothing may ever be reduced
+            self._pipeline.noticed = max(self._pipeline.noticed, number)
 
     @property
     def notified(self) -> int:

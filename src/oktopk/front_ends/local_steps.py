@@ -158,7 +158,7 @@ class LocalSteps:
 
         With overlap `reducer.notified` is not: what travels arrives earlier on some.
         """
-        return self._reductions.notified
+        return self._reductions.notified if self.world_size > 1 else self.reducer.notified
 
     @property
     def completed(self) -> StepRecord | None:

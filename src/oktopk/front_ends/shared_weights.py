@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +19,8 @@ from oktopk.reducer import Reducer
 from oktopk.reduction.gradient import Gradient
 from oktopk.reduction.parts import join, parts_of
 from oktopk.reduction.updates import Updates
+
+log = logging.getLogger("oktopk")
 
 
 class SharedWeights:
@@ -44,6 +47,10 @@ class SharedWeights:
     @property
     def vectors(self) -> list[Weights]:
         return [*self.trained, *self.moving]
+
+    @property
+    def _buffers(self) -> list[Tensor]:
+        return [tensor for vector in self.moving for tensor in vector.tensors]
 
     def begin(self) -> None:
         """Everyone's weights and buffers are those of rank 0, frozen ones and whole numbers too; nothing is owed."""
@@ -120,10 +127,12 @@ class SharedWeights:
         """Inside, the model holds the shared weights."""
         self._exchange()
         self.is_lent, self.was_written, self._as_lent = True, False, self.written()
+        buffers = [tensor.clone() for tensor in self._buffers]
         try:
             yield
         finally:
             self._look()
+            _undo_writes(self._buffers, buffers)
             self.is_lent = False
             self._exchange()
 
@@ -212,6 +221,18 @@ class SharedWeights:
             self.updates.restore(part, shared_part, beside_part, saved.get("kept", 0.0))
         if len(self._parts) == 1:
             self.updates.resume_arrived(own.layout, reduced_from(saved["arrived"], own.numel))
+
+
+def _undo_writes(buffers: Sequence[Tensor], lent: Sequence[Tensor]) -> None:
+    """Buffers become what they were when they were lent: a rank that writes to shared ones would be alone with that."""
+    written = [(now, before) for now, before in zip(buffers, lent, strict=True) if not torch.equal(now, before)]
+    for tensor, before in written:
+        tensor.copy_(before)
+    if written:
+        log.warning(
+            "%d buffers were written inside handle.shared(), and are what they were: call model.eval() there.",
+            len(written),
+        )
 
 
 def _bits(tensor: Tensor) -> int:

@@ -90,6 +90,7 @@ class UpdateReductions:
                 self.start(step, dense=True, only_buffers=is_level)
         finally:
             self._updates.deferred = deferred
+        self.completed = self._reducer.record_of(step)
 
     def complete(self) -> None:
         """Wait for what is under way, and apply it if that was put off."""
@@ -99,7 +100,7 @@ class UpdateReductions:
         self.notified = self._reducer.notified
         if not self.overlap:
             return
-        self.completed = self._reducer.last_step if under_way else self.completed
+        self.completed = self._reducer.last_step if under_way else None
         for vector in self._weights.vectors:
             self._updates.apply(vector.own())
 
@@ -119,4 +120,4 @@ class UpdateReductions:
         """Begin anew, without what is under way."""
         self.wait()
         self._under_way.clear()
-        self.count = 0
+        self.count, self.completed = 0, None

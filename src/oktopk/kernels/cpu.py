@@ -16,7 +16,7 @@ from oktopk.kernels.cpu_sizes import DIGIT, TILE, WINDOW, WORD
 from oktopk.kernels.cpu_team import Team
 from oktopk.kernels.linking import Library
 from oktopk.kernels.reference import ReferenceKernels
-from oktopk.kernels.tensors import require_same_size, require_whole, version, written
+from oktopk.kernels.tensors import require_inside, require_same_size, require_whole, version, written
 from oktopk.types import Difference, Source, SparseVector, index_dtype
 
 if TYPE_CHECKING:
@@ -200,8 +200,9 @@ class CpuKernels(ReferenceKernels):
         )
         for rest in (slice(taken[0], second), slice(taken[1], None)):
             change += sparse.take_from_difference(*terms, indices[rest], values[rest])
-        if placed < mean.nnz or np.isnan(change):
-            raise IndexError(f"mean or sent name entries outside of a vector of {difference.numel()}.")
+        if placed < mean.nnz or np.isnan(change):  # or weights are not numbers, which is for others to say
+            for vector in (mean, sent):
+                require_inside(vector.indices, difference.numel())
         return float(change)
 
     def fill_(self, pieces: Sequence[Tensor], vector: SparseVector) -> None:

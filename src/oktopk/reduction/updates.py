@@ -45,6 +45,7 @@ class _Weights:
     energy: float = 0.0  # sum of squares of what is owed
     difference: Difference | None = None
     source: Source | None = None  # what is being reduced
+    is_bad: bool = False  # a step left own weights that are not finite: nothing is reduced until all ranks know
     arrived: Reduced | None = None  # reduced, but not applied yet
 
     @property
@@ -89,6 +90,7 @@ class Updates:
         weights = self._of(own)
         weights.source = None
         if not self.is_finite(own, k):
+            self._take_back_(own)  # now: while it travels, own weights are training's
             weights.energy, weights.source = inf, weights.shared  # it is going to be refused
             return
         self.follow(own)
@@ -106,6 +108,8 @@ class Updates:
         weights = self._of(own)
         if self.deferred and weights.source is not None:  # chosen already
             return isfinite(weights.energy)
+        if weights.is_bad:
+            return False
         if weights.is_beside:
             return self.kernels.all_below(own.pieces, inf)
         difference = self._difference(own, weights)
@@ -151,6 +155,9 @@ class Updates:
         if arrived is None:
             return
         if weights.is_beside:
+            if self.deferred and not self.is_finite(own, 0):  # what lies beside them would follow
+                weights.is_bad = True
+                self._take_back_(own)
             self._apply_beside(own, weights, arrived)
         elif isinstance(arrived.mean, SparseVector) and isinstance(arrived.sent, SparseVector):
             weights.energy += self.kernels.move_(self._difference(own, weights), arrived.mean, arrived.sent)
@@ -160,11 +167,13 @@ class Updates:
     def reject_(self, own: Gradient) -> None:
         """A step was bad on some rank: one whose weights are not finite takes them back."""
         for part in own.parts():
-            self._take_back_(part)
+            weights = self._of(part)
+            weights.source, weights.is_bad = None, False
+            if not self.deferred:  # else they were taken back when it was chosen
+                self._take_back_(part)
 
     def _take_back_(self, own: Gradient) -> None:
         weights = self._of(own)
-        weights.source = None
         for (name, _), piece, fallback in zip(own.layout, own.pieces, self._good(own, weights), strict=True):
             bad = ~piece.isfinite()
             if bad.any():
