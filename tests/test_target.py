@@ -335,6 +335,12 @@ def test_a_sweep_that_makes_no_sense_is_refused(changes: dict[str, Any], words: 
         (["--target", "soon"], "or dense"),
         (["--network", "fast"], "looks like 100mbit"),
         (["--contenders", "dilocoo", "ddp dense"], "Did you mean 'diloco'"),
+        (["--contenders", "dens"], "unknown contender 'dens'"),
+        (["--target", "nan"], "or dense"),
+        (["--measured", "--parts", "trainings"], "leave that out"),
+        (["--hosts", "2", "2"], "got 2 twice"),
+        (["--network", "100mbit", "100mbit"], "got 100mbit twice"),
+        (["--epochs", "0"], "epochs must be 1 or more"),
     ],
 )
 def test_bad_input_is_refused_before_anything_starts(
@@ -483,6 +489,29 @@ def test_what_the_page_has_is_not_made_again_and_not_lost(tmp_path: Path) -> Non
     assert joined.contenders(2) == ["ddp dense", "updates", "diloco"]
     assert (joined.seeds, joined.costs, joined.measured) == (3, known.costs, known.measured)
     assert joined.trained == (*known.trained, new.trained())
+
+
+def test_results_of_another_sweep_are_not_written_over(tmp_path: Path) -> None:
+    docs = tmp_path / "docs"
+    write_target(docs / "bench" / "target-gpt-tiny.json", results_of(tmp_path))
+    one = BenchTarget("gpt", preset="tiny", evaluations=7, parts=("trainings",), runs=tmp_path / "new", docs=docs)
+    with pytest.raises(ConfigError, match="another --docs, or delete it"):
+        one()
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_command_of_a_page_also_makes_its_checks(tmp_path: Path) -> None:
+    known = results_of(tmp_path)
+    assert "--checked" not in BenchTarget().command(known)
+    crossed = replace(known, measured=(*known.measured, replace(known.measured[0], contender="ddp dense")))
+    assert "--checked 'ddp dense' updates" in BenchTarget().command(crossed)
+
+
+def test_networks_that_no_training_crossed_are_named(tmp_path: Path) -> None:
+    write_target(tmp_path / "docs" / "bench" / "target-gpt-tiny.json", replace(results_of(tmp_path), measured=()))
+    assert (
+        "- No training with 2 hosts crossed 10mbit, 1gbit, to be compared" in write_page(tmp_path / "docs").read_text()
+    )
 
 
 def test_times_of_another_machine_are_taken_again_but_trainings_are_kept(tmp_path: Path) -> None:

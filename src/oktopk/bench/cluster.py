@@ -34,6 +34,7 @@ QUEUE_SECONDS = 0.05  # how long a packet may wait at the filter before it is dr
 LEAST_QUEUE = 512 * 1024  # bytes that wait whatever the rate: less, and a segment of TCP loses its own end
 BURST_SECONDS = 0.0005  # what passes at full speed after a pause; a link has no such thing, the filter's timer needs it
 LEAST_BURST = 2 * 1514  # frames; the kernel cuts longer segments
+_CAPABILITIES = (12, 21)  # CAP_NET_ADMIN, CAP_SYS_ADMIN
 REMEDY = "Run as root with iproute2 installed (apt-get install iproute2) to emulate a network."
 
 _serial = count()
@@ -117,7 +118,18 @@ def missing_for_emulation() -> str | None:
     for tool in ("ip", "tc"):
         if shutil.which(tool, path=_search_path()) is None:
             return f"the command {tool!r} is missing"
-    return None if os.geteuid() == 0 else "that needs root"
+    if os.geteuid() != 0:
+        return "that needs root"
+    return (
+        None if _may_administer() else "root may not make networks here (CAP_NET_ADMIN and CAP_SYS_ADMIN are missing)"
+    )
+
+
+def _may_administer() -> bool:
+    """In an ordinary container root may not."""
+    status = Path("/proc/self/status").read_text()
+    allowed = next((int(line.split()[1], 16) for line in status.splitlines() if line.startswith("CapEff:")), -1)
+    return all(allowed >> capability & 1 for capability in _CAPABILITIES)
 
 
 def remove_leftovers() -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -96,14 +97,17 @@ class BenchTarget:
     def _with(self, known: Results) -> BenchTarget:
         """The call that makes what this one makes and what is known."""
         from oktopk.bench.network import parse_rate, rate_label
-        from oktopk.bench.target.contenders import CONTENDERS
+        from oktopk.bench.target.contenders import CONTENDERS, OURS
 
         ran = {name for hosts in known.hosts for name in known.contenders(hosts)}
         names = tuple(name for name in CONTENDERS if name in {*ran, *(self.contenders or CONTENDERS)})
+        crossed = {one.contender for one in known.measured if not known.is_measured}
+        checked = tuple(name for name in CONTENDERS if name in {*crossed, *(self.checked or ())})
         rates = {*known.networks.values(), *map(parse_rate, self.network)}
         return replace(
             self, contenders=() if len(names) == len(CONTENDERS) else names, seeds=max(self.seeds, known.seeds),
             hosts=tuple(sorted({*self.hosts, *known.hosts})), network=tuple(map(rate_label, sorted(rates))),
+            checked=None if set(checked) <= {OURS} else checked,
         )  # fmt: skip
 
     def _known(self, sweep: Sweep) -> Results | None:
@@ -118,16 +122,24 @@ class BenchTarget:
             text = f"{len(known.trained)} trainings and {len(known.costs)} timings are known from {path}."
             console().print(text, markup=False, soft_wrap=True)
         elif path.is_file():
-            console().print(f"{path} is of another sweep, and will be written anew.", markup=False, soft_wrap=True)
+            raise ConfigError(
+                f"{path} has the results of another sweep, with other --evaluations or --measured, which would be "
+                "lost: give another --docs, or delete it."
+            )
         return known
 
     def _sweep(self) -> Sweep:
         from oktopk.bench.network import Network
-        from oktopk.bench.target.contenders import CONTENDERS, DENSE_NAME, OURS
+        from oktopk.bench.target.contenders import CONTENDERS, DENSE_NAME, OURS, require_contenders
         from oktopk.bench.target.pieces import Sweep
 
         preset = self._preset()
         contenders = self.contenders or tuple(CONTENDERS)
+        require_contenders(contenders)
+        if self.measured and "measured" not in self.parts:
+            raise ConfigError(
+                f"with --measured every training crosses a network, and --parts {self.parts} leave that out."
+            )
         if _value(self.target) is None and DENSE_NAME not in contenders:
             raise ConfigError(f"the target is what dense reaches, so {DENSE_NAME!r} must take part, or give a value.")
         checked = tuple(name for name in (OURS,) if name in contenders) if self.checked is None else self.checked
@@ -160,9 +172,12 @@ def _value(target: str) -> float | None:
     if target == "dense":
         return None
     try:
-        return float(target)
+        value = float(target)
     except ValueError:
-        raise ConfigError(f"a target is a number of the workload's metric, or dense; got {target!r}.") from None
+        value = math.nan
+    if not math.isfinite(value):
+        raise ConfigError(f"a target is a number of the workload's metric, or dense; got {target!r}.")
+    return value
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +57,18 @@ class Sweep:
         for name in self.checked:
             if name not in self.contenders:
                 raise ConfigError(f"{name!r} is to be checked, so it must be among the contenders.")
-        if self.seeds < 1 or self.evaluations < 1 or self.seconds <= 0 or min(self.hosts, default=0) < 2:
+        timed = 0 < self.seconds < inf
+        if self.seeds < 1 or self.evaluations < 1 or not timed or min(self.hosts, default=0) < 2:
             raise ConfigError(
                 "seeds and evaluations must be 1 or more, seconds above 0 and hosts 2 or more, got "
                 f"{self.seeds}, {self.evaluations}, {self.seconds:g} and {list(self.hosts)}."
             )
+        for name in ("hosts", "networks", "contenders"):
+            _require_once(name, getattr(self, name))
+        for name, least in (("epochs", 1), ("lr", 0), ("lr_warmup_epochs", 0)):
+            value = getattr(self, name)
+            if value is not None and not least <= value < inf:
+                raise ConfigError(f"{name} must be {least} or more, got {value}.")
         if not self.networks or any(network.bits_per_second is None for network in self.networks):
             raise ConfigError("give networks by their rates, e.g. --network 100mbit 1gbit.")
 
@@ -74,6 +82,12 @@ class Sweep:
             self.workload, contender, hosts, seed, self.preset, self.data, self.epochs, self.lr, self.lr_warmup_epochs,
             self.evaluations,
         )  # fmt: skip
+
+
+def _require_once(name: str, values: Sequence[Any]) -> None:
+    twice = [value for number, value in enumerate(values) if value in values[:number]]
+    if twice:
+        raise ConfigError(f"{name} must name each once, got {getattr(twice[0], 'label', twice[0])} twice.")
 
 
 @dataclass(frozen=True)
