@@ -93,3 +93,25 @@ def test_a_bad_step_is_everyones_error_though_a_reduction_travels(dtype: torch.d
         return str(caught.value)
 
     assert all("rank 1" in message for message in run_world(2, work))
+
+
+@pytest.mark.parametrize(("overlap", "keep_owed"), [(False, 1.0), (False, 0.25), (True, 1.0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_all_end_with_the_same_weights_though_the_last_step_was_bad(
+    dtype: torch.dtype, overlap: bool, keep_owed: float
+) -> None:
+    """Nobody has synchronised since."""
+
+    def work(transport: ThreadTransport) -> Tensor:
+        model = model_of(dtype=dtype)
+        optimizer = sgd(model)
+        options: Any = {"every": 4, "min_numel": 0, "group": transport, "on_nonfinite": "skip"}
+        with oktopk.local_steps(model, optimizer, overlap=overlap, keep_owed=keep_owed, **options) as handle:
+            for step in range(5):
+                push(model, optimizer, transport.rank, step)
+            spoil(model, optimizer, transport.rank)
+            handle.finish()
+            return weights_of(model)
+
+    one, other = run_world(2, work)
+    assert torch.equal(one, other) and one.isfinite().all()

@@ -71,6 +71,12 @@ class SharedWeights:
             for part in self._split(vector.own()):
                 self.updates.follow(part)
 
+    def rest(self) -> None:
+        """Own weights that are not finite are what they were: this rank sits out what made them so."""
+        for vector in self.vectors:
+            for part in self._split(vector.own()):
+                self.updates.rest_(part)
+
     def _begin(self, own: Gradient) -> None:
         for part in self._split(own):
             self.updates.begin(part)

@@ -82,6 +82,8 @@ class UpdateReductions:
         """
         self.complete()
         self._reducer._pipeline.reopen()
+        if self._reducer.config.on_nonfinite == "skip":  # the last mean cannot be made up for by a later one
+            self._weights.rest()
         if is_level:
             self._weights.forget_owed()
         deferred, self._updates.deferred = self._updates.deferred, False

@@ -167,10 +167,17 @@ class Updates:
     def reject_(self, own: Gradient) -> None:
         """A step was bad on some rank: one whose weights are not finite takes them back."""
         for part in own.parts():
-            weights = self._of(part)
-            weights.source, weights.is_bad = None, False
-            if not self.deferred:  # else they were taken back when it was chosen
-                self._take_back_(part)
+            self._of(part).source = None
+        if self.deferred:  # they were taken back when it was chosen
+            self._of(own).is_bad = False
+        else:
+            self.rest_(own)
+
+    def rest_(self, own: Gradient) -> None:
+        """What a step left that is not finite is what it was."""
+        for part in own.parts():
+            self._of(part).is_bad = False
+            self._take_back_(part)
 
     def _take_back_(self, own: Gradient) -> None:
         weights = self._of(own)
