@@ -120,9 +120,9 @@ def missing_for_emulation() -> str | None:
             return f"the command {tool!r} is missing"
     if os.geteuid() != 0:
         return "that needs root"
-    return (
-        None if _may_administer() else "root may not make networks here (CAP_NET_ADMIN and CAP_SYS_ADMIN are missing)"
-    )
+    if not _may_administer():
+        return "root may not make networks here (CAP_NET_ADMIN and CAP_SYS_ADMIN are missing)"
+    return None
 
 
 def _may_administer() -> bool:

@@ -202,11 +202,7 @@ CONTENDERS: dict[str, Contender] = {
     "register": _gradients("`oktopk.register(ddp)`, density and dense start of the recipe", _after_warmup, _register),
     "diloco": _local("dense mean every 20 steps, outer Nesterov 0.7 / 0.9", 20, "diloco"),
     "diloco plain": _local("dense mean every 20 steps, no outer step", 20, "diloco", {"rate": 1.0, "momentum": 0.0}),
-    "sparseloco": _local(
-        "64 of every 4,096 (of smaller blocks where 64 does not divide a side) in 2 bits, every 15 steps, decay 0.95",
-        15,
-        "sparseloco",
-    ),
+    "sparseloco": _local("64 of every 4,096 in 2 bits, every 15 steps, decay 0.95", 15, "sparseloco"),
     "sparseloco 4": _local("the same every 4 steps", 4, "sparseloco"),
     "sparta 0.005": _local("a random 0.5% of the weights, every step", 1, "sparta", {"share": 0.005}),
     "sparta 0.01": _local("a random 1% of the weights, every step", 1, "sparta", {"share": 0.01}),

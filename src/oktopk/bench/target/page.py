@@ -44,7 +44,8 @@ networks of several rates, each contender as a user would run it. This page is g
 """
 NOTE = (
     "Rivals with local steps synchronise as often as the lower end of what their papers try: trainings here are short. "
-    "DDP refuses torch's bfloat16 hook by its name without NCCL; here it runs under another one, on Gloo."
+    "DDP refuses torch's bfloat16 hook by its name without NCCL; here it runs under another one, on Gloo. "
+    "SparseLoCo's blocks are smaller than 64 x 64 where 64 does not divide a side of a matrix, and 64 of each go."
 )
 
 
@@ -141,11 +142,8 @@ def _unchecked(results: Results, hosts: int) -> list[str]:
     crossed = {one.network for one in results.measured if one.hosts == hosts}
     timed = {one.network for one in results.costs if one.hosts == hosts}
     absent = [network for network in results.networks if network in timed - crossed]
-    return (
-        [f"- No training with {hosts} hosts crossed {', '.join(absent)}, to be compared with its replay."]
-        if absent
-        else []
-    )
+    text = f"- No training with {hosts} hosts crossed {', '.join(absent)}, to be compared with its replay."
+    return [text] if absent else []
 
 
 def _hosts(docs: Path, results: Results, hosts: int) -> list[str]:
