@@ -52,6 +52,13 @@ class Mutant:
 
 MUTANTS = [
     Mutant(
+        "a mean over senders is over those who sent something",
+        "primitives/collectives.py",
+        "vector.values.ne(0)",
+        "vector.values.eq(vector.values)",
+        "test_local_steps_senders.py",
+    ),
+    Mutant(
         "what was not sent stays owed",
         "reduction/feedback.py",
         "self._energy[layout] += self._kernels.retain_(residual, sent)",

@@ -321,28 +321,40 @@ def _lamb(model: nn.Module) -> Lamb:
     return Lamb(model.parameters())
 
 
+def _rms(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.RMSprop(model.parameters())
+
+
 @pytest.mark.parametrize(
-    ("make", "options", "algorithm", "keeps"),
+    ("make", "options", "expected"),
     [
-        (_adam, {"every": 4}, "topka", KEPT_RARELY),
-        (_adam, {"every": 3}, "randomk", 1),
-        (_adam, {"every": "auto"}, "randomk", 1),
-        (_adam, {"every": 4, "overlap": True}, "randomk", 1),
-        (_adam, {"every": 4, "keep_owed": True}, "randomk", 1),
-        (_adam, {"every": 4, "algorithm": "oktopk"}, "oktopk", KEPT_RARELY),
-        (_adam, {"every": 4, "algorithm": "randomk"}, "randomk", 1),
-        (_adam, {"keep_owed": False}, "topka", 0),
-        (_adam, {"keep_owed": 0.5}, "topka", 0.5),
-        (sgd, {"every": 8}, "randomk", 1),
-        (_lamb, {"every": 8}, "randomk", 1),
+        (_adam, {"every": 4}, ("topka", KEPT_RARELY, "all")),
+        (_adam, {"every": 3}, ("randomk", 1, "all")),
+        (_adam, {"every": "auto"}, ("randomk", 1, "all")),
+        (_adam, {"every": 4, "overlap": True}, ("randomk", 1, "all")),
+        (_adam, {"every": 4, "keep_owed": True}, ("randomk", 1, "all")),
+        (_adam, {"every": 4, "algorithm": "oktopk"}, ("oktopk", KEPT_RARELY, "all")),
+        (_adam, {"every": 4, "algorithm": "randomk"}, ("randomk", 1, "all")),
+        (_adam, {"keep_owed": False}, ("topka", 0, "all")),
+        (_adam, {"keep_owed": 0.5}, ("topka", 0.5, "all")),
+        (_adam, {"every": 4, "mean_over": "senders"}, ("topka", KEPT_RARELY, "senders")),
+        (sgd, {"every": 8}, ("topka", KEPT_RARELY, "senders")),
+        (sgd, {"every": 8, "mean_over": "all"}, ("topka", KEPT_RARELY, "all")),
+        (sgd, {"every": 8, "keep_owed": 0.5}, ("topka", 0.5, "senders")),
+        (sgd, {"every": 8, "keep_owed": 1}, ("randomk", 1, "all")),
+        (sgd, {"every": 8, "algorithm": "oktopk"}, ("oktopk", KEPT_RARELY, "all")),
+        (sgd, {"every": 8, "overlap": True}, ("randomk", 1, "all")),
+        (sgd, {"keep_owed": 0.5}, ("topka", 0.5, "all")),
+        (sgd, {}, ("randomk", 1, "all")),
+        (_lamb, {"every": 8}, ("randomk", 1, "all")),
+        (_rms, {"every": 8}, ("randomk", 1, "all")),
     ],
 )
-def test_who_steps_often_under_adam_goes_on_from_the_shared_weights(
-    make: Any, options: Any, algorithm: str, keeps: float
-) -> None:
+def test_who_steps_often_goes_on_from_the_shared_weights(make: Any, options: Any, expected: Any) -> None:
     model = model_of()
     with oktopk.local_steps(model, make(model), **options) as handle:
-        assert (handle.reducer.algorithm, handle.reducer.config.keep_owed) == (algorithm, keeps)
+        config = handle.reducer.config
+        assert (handle.reducer.algorithm, config.keep_owed, config.mean_over) == expected
 
 
 def test_the_trainer_chooses_alike() -> None:
@@ -352,7 +364,9 @@ def test_the_trainer_chooses_alike() -> None:
     rare, often = recipe(every=4), recipe()
     assert (rare.algorithm, rare.density, rare.wire, rare.keep_owed) == ("topka", 0.06, "codebook2", KEPT_RARELY)
     assert (often.algorithm, often.keep_owed) == ("randomk", 1)
-    assert recipe(every=4, optimizer="sgd").keep_owed == 1 and recipe(every=4, keep_owed=1).algorithm == "randomk"
+    assert (rare.mean_over, recipe(every=4, optimizer="sgd").mean_over) == ("all", "senders")
+    assert recipe(every=4, optimizer="sgd", mean_over="all").mean_over == "all"
+    assert recipe(every=4, optimizer="lamb").keep_owed == 1 and recipe(every=4, keep_owed=1).algorithm == "randomk"
     assert recipe(keep_owed=0).keep_owed == 0 and recipe(every=4, keep_owed=0.5).keep_owed == 0.5
     config = TrainConfig(workload="speech", reduce="updates", every=4)
     assert config.recipe(Recipe(optimizer="adamw", keep_owed=1), 2).keep_owed == 1, "as the preset says"
@@ -361,6 +375,8 @@ def test_the_trainer_chooses_alike() -> None:
         TrainConfig(workload="gpt", reduce="gradients", keep_owed=False)
     with pytest.raises(ConfigError, match="keep_owed is a share"):
         TrainConfig(workload="gpt", keep_owed=2.0)
+    with pytest.raises(ConfigError, match="mean_over senders is for --reduce updates"):
+        TrainConfig(workload="gpt", reduce="gradients", mean_over="senders")
 
 
 @pytest.mark.parametrize(("said", "meant"), [("0.5", 0.5), ("1", 1.0), ("True", 1.0), ("False", 0.0)])

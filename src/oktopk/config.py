@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from typing_extensions import TypedDict
@@ -12,6 +12,7 @@ from oktopk.errors import ConfigError, nearest
 
 Density = float | Mapping[int, float]  # a constant, or {step: density from that step on}
 Optimizer = Literal["sgd", "adamw", "lamb"]  # of a preset, and of advice
+MeanOver = Literal["all", "senders"]  # whose number divides the sum of an entry
 AUTO = "auto"  # in the place of an algorithm or a wire: found by trying
 WIRES = ("float32", "float16", "bfloat16", "int8", "int4", "codebook2")  # the finest first
 
@@ -24,26 +25,48 @@ class UpdateDefaults:
     density: float
     wire: str
     keep_owed: float = 1.0
+    mean_over: MeanOver = "all"
 
 
 UPDATES_ALGORITHM = "randomk"  # of updates: at equal bytes, each entry in its turn beats the largest
 RARE_ALGORITHM = "topka"  # of updates that travel rarely: what each rank changed most, without a cut of the sums
 RARELY = 4  # steps between synchronisations, or more
 KEPT_RARELY = 0.25  # share of what is owed that own weights contain then
+# Over whom their means are then. Adam makes every rank's steps as long as dense ones, and one rank's noise would move
+# all; of SGD's short steps, what one rank alone has learned counts whole.
+MEAN_RARELY: Mapping[Optimizer, MeanOver] = {"adamw": "all", "sgd": "senders"}
 
 
-def update_defaults(algorithm: str | None = None, rarely: bool = False) -> UpdateDefaults:
+def update_defaults(algorithm: str | None = None, rarely: bool = False, mean_over: MeanOver = "all") -> UpdateDefaults:
     """How updates are reduced by an algorithm, or by the usual one, unless the user says otherwise.
 
-    `rarely`: whether ranks step RARELY times or more on their own, under Adam or AdamW. It is better then if they go on
-    from nearly the same weights, and send what they changed most.
+    `rarely`: whether ranks step RARELY times or more on their own, under an optimizer of MEAN_RARELY. It is better then
+    if they go on from nearly the same weights, and send what they changed most.
     """
     name = algorithm or (RARE_ALGORITHM if rarely else UPDATES_ALGORITHM)
     if name == "dense":
         return UpdateDefaults(name, 1.0, "float32")
     if name == "randomk":
         return UpdateDefaults(name, 0.3, "codebook2")
-    return UpdateDefaults(name, 0.06, "codebook2", KEPT_RARELY) if rarely else UpdateDefaults(name, 0.05, "int8")
+    if not rarely:
+        return UpdateDefaults(name, 0.05, "int8")
+    return UpdateDefaults(name, 0.06, "codebook2", KEPT_RARELY, mean_over if name == RARE_ALGORITHM else "all")
+
+
+def usual_updates(
+    optimizer: Optimizer | None,
+    every: object = 1,
+    overlap: bool = False,
+    algorithm: str | None = None,
+    keep_owed: float | None = None,
+    mean_over: MeanOver | None = None,
+) -> UpdateDefaults:
+    """How updates of an optimizer are reduced; None: where nothing else was asked for, or of any other optimizer."""
+    is_seldom = isinstance(every, int) and every >= RARELY and not overlap and optimizer in MEAN_RARELY
+    rarely = is_seldom if keep_owed is None else keep_owed < 1
+    usual = update_defaults(algorithm, rarely, MEAN_RARELY[optimizer] if optimizer and is_seldom else "all")
+    usual = usual if keep_owed is None else replace(usual, keep_owed=keep_owed)
+    return usual if mean_over is None else replace(usual, mean_over=mean_over)
 
 
 def rate_factor(optimizer: Optimizer, workers: int) -> float:
@@ -149,6 +172,8 @@ class ReducerConfig:
     reduce: Literal["gradients", "updates"] = "gradients"  # updates: the change of weights, as `local_steps` does
     keep_owed: float = 1.0  # share of what is owed that own weights contain after a synchronisation, with
     # reduce="updates"; the rest they forget until it is sent, which is better from about 4 local steps on
+    mean_over: MeanOver = "all"  # divide the sum of an entry by the number of all ranks; or, with reduce="updates", by
+    # that of the ranks that sent it: what one of them alone has learned then counts whole
     factor_masking: bool = False  # stop the momentum of entries just sent; less staleness, with momentum_correction
 
     def __post_init__(self) -> None:
@@ -176,6 +201,10 @@ class ReducerConfig:
         require_share("keep_owed", self.keep_owed)
         if self.reduce == "gradients" and self.keep_owed < 1:
             raise ConfigError("keep_owed is about weights: gradients that are owed are always kept beside them.")
+        if self.mean_over not in ("all", "senders"):
+            raise ConfigError(f"mean_over must be 'all' or 'senders', got {self.mean_over!r}.")
+        if self.reduce == "gradients" and self.mean_over != "all":
+            raise ConfigError("mean_over='senders' is for updates: the mean of gradients is over all ranks.")
         if self.on_nonfinite not in ("raise", "skip"):
             raise ConfigError(f"on_nonfinite must be 'raise' or 'skip', got {self.on_nonfinite!r}.")
 
@@ -219,6 +248,7 @@ class ReducerOptions(Options, total=False):
 
     reduce: Literal["gradients", "updates"]
     keep_owed: float
+    mean_over: MeanOver
 
 
 PAPER_LSTM: dict[str, Any] = {

@@ -65,12 +65,13 @@ class Reducer:
         """
         if algorithm not in (*ALGORITHMS, AUTO):
             raise ConfigError(f"unknown algorithm {algorithm!r}. {nearest(str(algorithm), [*ALGORITHMS, AUTO])}")
-        config_class = ALGORITHMS["oktopk" if algorithm == AUTO else algorithm][0]
+        config_class, algorithm_class = ALGORITHMS["oktopk" if algorithm == AUTO else algorithm]
         own, shared, *tuning = split_options(
             options, config_class, ReducerConfig, *([AutoConfig] if algorithm == AUTO else [])
         )
         auto = AutoConfig(**tuning[0]) if tuning else WIRES_ONCE if wire == AUTO else None
         self.config = ReducerConfig(density=density, warmup_steps=warmup_steps, wire=wire, **shared)
+        _require_senders(self.config, algorithm, algorithm_class)
         settings = Settings(algorithm, config_class(**own), self.config, auto)
         self._pipeline = pipeline = Pipeline(settings, join_hosts(hosts, open_transport(group, timeout)), metrics)
         self._thread = CommunicationThread(pipeline.transport, lambda: (pipeline.step, pipeline.clock.last))
@@ -240,3 +241,12 @@ def _error_of(work: Callable[[], None]) -> Exception | None:
     except Exception as error:
         return error
     return None
+
+
+def _require_senders(config: ReducerConfig, algorithm: str, algorithm_class: type[Any]) -> None:
+    if config.mean_over == "senders" and not algorithm_class.knows_senders:
+        able = ", ".join(name for name, (_, one) in ALGORITHMS.items() if one.knows_senders)
+        raise ConfigError(
+            f"mean_over='senders' needs an algorithm whose ranks learn who sent an entry, got {algorithm!r}: "
+            f"take one of {able}, or mean_over='all'."
+        )

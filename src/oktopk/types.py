@@ -84,8 +84,9 @@ class Reduced:
     """The result of one reduction on one rank.
 
     `mean` is the same on every rank, bit for bit. `sent` is what left this rank for good: `input - sent` is what it
-    still owes, so that over all ranks `sum(input) == world_size * mean + sum(input - sent)`. A sparse `sent` may name
-    an index twice; its values then add up. None means that everything was sent.
+    still owes, so that over all ranks `sum(input) == world_size * mean + sum(input - sent)`, or with
+    means over those who sent an entry their number in the place of `world_size`. A sparse `sent` may name an index
+    twice; its values then add up. None means that everything was sent.
     """
 
     mean: Vector

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
+from torch import Tensor
 
 from oktopk.primitives.collectives import Tools
 from oktopk.types import Difference, Reduced, SparseVector
@@ -30,6 +31,7 @@ class Algorithm(Protocol):
     """One paper, one class, one method. Made once per bucket, so that state it keeps belongs to that bucket."""
 
     asks: Asks
+    knows_senders: bool  # every rank learns how many ranks sent an entry: the mean may be over them
 
     def choose(self, acc: Any, k: int) -> Choice | None:
         """Do the first step of `reduce` while ranks still compare notes; None: there is nothing to tell beforehand.
@@ -59,6 +61,7 @@ class Stateless:
     """For algorithms that remember nothing between steps."""
 
     asks: Asks = "everything"
+    knows_senders: bool = False
 
     def choose(self, acc: Any, k: int) -> Choice | None:
         return None
@@ -94,5 +97,5 @@ def plus(sent: SparseVector, *more: SparseVector) -> SparseVector:
     return SparseVector(indices, torch.cat([sent.values, *(part.values for part in more)]), sent.numel)
 
 
-def mean_of(total: SparseVector, world_size: int) -> SparseVector:
-    return total.with_values(total.values / world_size)
+def mean_of(total: SparseVector, ranks: Tensor | int) -> SparseVector:
+    return total.with_values(total.values / ranks)

@@ -29,7 +29,8 @@ class GaussianK(Stateless):
         return Reduced(mean_of(total, self._tools.world_size), sent, Stats(chosen.nnz, total.nnz, threshold))
 
     def _everywhere(self, chosen: SparseVector, most: int) -> tuple[SparseVector, SparseVector]:
-        return gather_vectors(chosen, most, self._tools)
+        everyone = gather_vectors(chosen, most, self._tools)
+        return everyone.total, everyone.sent
 
     def _by_regions(self, chosen: SparseVector, most: int) -> tuple[SparseVector, SparseVector]:
         bounds = equal_bounds(chosen.numel, self._tools.world_size)

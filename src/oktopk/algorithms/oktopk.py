@@ -34,6 +34,8 @@ from oktopk.types import Difference, Reduced, Source, SparseVector, Stats, index
 class OkTopk:
     """Volume about 4k(P-1)/P words with fresh thresholds, never above 6k(P-1)/P; no method can do with less than 2k."""
 
+    knows_senders = False  # an owner tells sums, and not of how many
+
     def __init__(self, config: OkTopkConfig, tools: Tools) -> None:
         self._config, self._tools = config, tools
         self._local = ReusedThreshold(

@@ -11,6 +11,8 @@ from oktopk.types import Reduced, Source, Stats
 class TopkA(Selecting):
     """Volume 2k(P-1): grows with the number of ranks."""
 
+    knows_senders = True
+
     def __init__(self, config: TopkAConfig, tools: Tools) -> None:
         self._config, self._tools = config, tools
 
@@ -18,12 +20,13 @@ class TopkA(Selecting):
         # 1. Choose locally.
         chosen, threshold = self._tools.largest(acc, k)
         # 2. Tell everyone, and sum in the order of ranks.
-        total, sent = gather_vectors(chosen, k, self._tools)
+        everyone = gather_vectors(chosen, k, self._tools)
         # 3. Optionally keep only the k largest sums.
         cut = 0.0
-        if self._config.global_cut and total.nnz > k:
-            kept, cut = self._tools.kernels.select_topk(total.values, k)
-            total = total.at(kept.indices.long())
-            sent = self._tools.kernels.common(sent, total.indices)
-        stats = Stats(chosen.nnz, total.nnz, threshold, cut)
-        return Reduced(mean_of(total, self._tools.world_size), sent, stats)
+        sent = everyone.sent
+        if self._config.global_cut and everyone.total.nnz > k:
+            kept, cut = self._tools.kernels.select_topk(everyone.total.values, k)
+            everyone = everyone.at(kept.indices.long())
+            sent = self._tools.kernels.common(sent, everyone.total.indices)
+        stats = Stats(chosen.nnz, everyone.total.nnz, threshold, cut)
+        return Reduced(mean_of(everyone.total, everyone.senders), sent, stats)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +10,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from oktopk.config import RARELY, UpdateDefaults, update_defaults
+from oktopk.config import MeanOver, UpdateDefaults, usual_updates
+from oktopk.config import Optimizer as Kind
 from oktopk.errors import ConfigError
 from oktopk.front_ends.advice import is_adam_like, scales_layers
 from oktopk.front_ends.every import Every
@@ -20,23 +20,32 @@ from oktopk.reduction.hosts import HostsOption
 
 
 def chosen_updates(
-    algorithm: str | None, keep_owed: float | None, every: Every, optimizers: Sequence[Optimizer], overlap: bool
+    algorithm: str | None,
+    keep_owed: float | None,
+    mean_over: MeanOver | None,
+    every: Every,
+    optimizers: Sequence[Optimizer],
+    overlap: bool,
 ) -> UpdateDefaults:
-    """The usual way for what was given; `keep_owed` None: as the interval and the optimizers want it."""
-    if keep_owed is None:
-        return update_defaults(algorithm, _is_rare(every, optimizers, overlap))
-    if overlap and keep_owed < 1:
+    """The usual way for what was given; None: as the interval and the optimizers want it."""
+    if overlap and keep_owed is not None and keep_owed < 1:
         raise ConfigError(
             f"overlap=True and keep_owed={keep_owed:g} do not go together: own weights cannot go on from shared weights"
             " that are still on their way. Leave one of them out."
         )
-    return replace(update_defaults(algorithm, keep_owed < 1), keep_owed=keep_owed)
+    return usual_updates(_kind_of(optimizers), every, overlap, algorithm, keep_owed, mean_over)
 
 
-def _is_rare(every: Every, optimizers: Sequence[Optimizer], overlap: bool) -> bool:
-    """Whether ranks step by themselves so often that they had better go on from the same weights."""
-    is_often = isinstance(every, int) and every >= RARELY
-    return is_often and not overlap and all(is_adam_like(one) and not scales_layers(one) for one in optimizers)
+def _kind_of(optimizers: Sequence[Optimizer]) -> Kind | None:
+    """What all of them are, as far as it matters here; None: something else, or of several kinds."""
+    kinds = {_kind(optimizer) for optimizer in optimizers}
+    return kinds.pop() if len(kinds) == 1 else None
+
+
+def _kind(optimizer: Optimizer) -> Kind | None:
+    if is_adam_like(optimizer):
+        return "lamb" if scales_layers(optimizer) else "adamw"
+    return "sgd" if isinstance(optimizer, torch.optim.SGD) else None
 
 
 def complete_options_(

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
-from oktopk.config import Density
+from oktopk.config import Density, MeanOver
 from oktopk.errors import CheckpointError, ConfigError, MismatchError, UnsupportedError
 from oktopk.front_ends.every import Every, interval
 from oktopk.front_ends.host_gradients import HostGradients
@@ -43,6 +43,7 @@ def local_steps(
     *,
     algorithm: str | None = None,
     keep_owed: float | None = None,
+    mean_over: MeanOver | None = None,
     overlap: bool = False,
     scaler: Any = None,
     **options: Unpack[LocalOptions],
@@ -54,8 +55,8 @@ def local_steps(
 
     By default 0.3 of the entries are sent, each in its turn, in two bits (`algorithm="randomk"`): a 45th of the bytes
     of dense, no choice and no indices. `algorithm="oktopk"` sends the largest 0.05 in int8 instead. With `every=4` or
-    more under Adam or AdamW, every rank sends the largest 0.06 in two bits (`algorithm="topka"`) and goes on
-    from the shared weights: a 250th of the bytes between two ranks.
+    more under Adam, AdamW or SGD, every rank sends the largest 0.06 in two bits (`algorithm="topka"`) and goes on
+    from the shared weights: a 250th of the bytes between two ranks. Under SGD, means are then over those who sent.
 
     `optimizer`: all that train the model; with several in a list, a step is one of the last.
 
@@ -63,7 +64,10 @@ def local_steps(
         a tenth of the time, at most 64).
     `keep_owed`: which share of what this rank has changed and not sent its own weights contain. 1 (True): all. 0
         (False): they forget it until it is sent, and ranks start every interval from the same weights. None: a quarter
-        where `every` is 4 or more, the optimizer is Adam or AdamW and there is no overlap, else all.
+        where `every` is 4 or more, the optimizer is Adam, AdamW or SGD and there is no overlap, else all.
+    `mean_over`: "all" divides the sum of an entry by the number of all workers; "senders" by the number of those who
+        sent it (`topka`), so that what one alone has learned counts whole. None: "senders" where SGD sends as said
+        above, else "all".
     `overlap`: let a reduction travel while the next steps are computed; it is applied at the next synchronisation.
     `scaler`: the GradScaler, if there is one. It may skip a step on one rank.
     `hosts`: how many consecutive ranks are one worker: they average gradients before each step, have the same weights,
@@ -89,9 +93,12 @@ def local_steps(
     if "reduce" in options:
         raise ConfigError("local_steps takes no reduce: it is updates that it reduces.")
     complete_options_(options, module, ddp, overlap, scaler)
-    usual = chosen_updates(algorithm, keep_owed, every, optimizers, overlap)
+    usual = chosen_updates(algorithm, keep_owed, mean_over, every, optimizers, overlap)
     density, wire = usual.density if density is None else density, wire or usual.wire
-    reducer = Reducer(usual.algorithm, density, wire=wire, reduce="updates", keep_owed=usual.keep_owed, **options)
+    reducer = Reducer(
+        usual.algorithm, density, wire=wire, reduce="updates", keep_owed=usual.keep_owed, mean_over=usual.mean_over,
+        **options,
+    )  # fmt: skip
     try:
         return LocalSteps(module, optimizers, reducer, every, overlap, scaler, ddp)
     except BaseException:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any, Literal
 
-from oktopk.config import Density, Options
+from oktopk.config import Density, MeanOver, Options
 from oktopk.front_ends.every import Every
 from oktopk.metrics import Sink
 from oktopk.reduction.hosts import HostsOption
@@ -47,6 +47,7 @@ class LocalStepsOptions(LocalOptions, total=False):
     wire: str | None
     every: Every
     keep_owed: float | None
+    mean_over: MeanOver | None
     overlap: bool
 
 

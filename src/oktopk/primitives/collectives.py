@@ -29,6 +29,7 @@ class Tools:
     wire: Wire
     exact: Wire  # for messages that must not be rounded
     kernels: Kernels
+    over_senders: bool = False  # the mean of an entry is over the ranks that sent it, not over all
 
     @property
     def is_rounding(self) -> bool:
@@ -139,17 +140,34 @@ def split_and_reduce(
     return region, sent
 
 
-def gather_vectors(chosen: SparseVector, most: int, tools: Tools) -> tuple[SparseVector, SparseVector]:
-    """The sum of everyone's vector, in the order of ranks; and the own vector as the others saw it.
+class Everyone(NamedTuple):
+    """What all ranks sent to all."""
 
-    No rank chose more than `most` entries.
-    """
+    total: SparseVector  # the sum, in the order of ranks
+    sent: SparseVector  # the own vector, as the others saw it
+    senders: Tensor | int  # how many ranks the mean of each entry is over
+
+    def at(self, positions: Tensor) -> Everyone:
+        """Some entries of the sum."""
+        senders = self.senders[positions] if isinstance(self.senders, Tensor) else self.senders
+        return Everyone(self.total.at(positions), self.sent, senders)
+
+
+def gather_vectors(chosen: SparseVector, most: int, tools: Tools) -> Everyone:
+    """Everyone's vector. No rank chose more than `most` entries."""
     packed = tools.wire.pack(chosen)
     sent = chosen.with_values(packed.values)
     limits = tools.limits([most] * tools.world_size, chosen.numel, chosen.values.dtype)
     messages = tools.transport.all_gather(packed.message, limits=limits)
     vectors = [sent if rank == tools.rank else tools.wire.unpack(message) for rank, message in enumerate(messages)]
-    return tools.kernels.sum_sparse(vectors), sent
+    total = tools.kernels.sum_sparse(vectors)
+    return Everyone(total, sent, _senders(vectors, tools) if tools.over_senders else tools.world_size)
+
+
+def _senders(vectors: Sequence[SparseVector], tools: Tools) -> Tensor:
+    """How many ranks sent something at each entry of their sum; 1 where rounding left nothing of it."""
+    ones = [vector.with_values(vector.values.ne(0).to(vector.values.dtype)) for vector in vectors]
+    return tools.kernels.sum_sparse(ones).values.clamp_(min=1)
 
 
 class Gathered(NamedTuple):

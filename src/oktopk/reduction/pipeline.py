@@ -72,7 +72,8 @@ class Pipeline:
         self._wire = ChosenWire(settings.auto.wires) if settings.auto else Wire(settings.shared.wire)
         kernels = timed(KernelsByDevice(), self.clock, _KERNEL_PHASES)
         exact = timed(Wire("float32"), self.clock, _WIRE_PHASES)
-        self.tools = Tools(across, timed(self._wire, self.clock, _WIRE_PHASES), exact, kernels)
+        over_senders = settings.shared.mean_over == "senders"
+        self.tools = Tools(across, timed(self._wire, self.clock, _WIRE_PHASES), exact, kernels, over_senders)
         self._room = told_words(across.world_size)
         self._dense = Dense(DenseConfig(), Tools(across, exact, exact, kernels))
         inside = MeteredTransport(ranks.inside, self.clock) if ranks.inside is not None else None

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from oktopk.config import RARELY, Density, Optimizer, rate_factor, require_density, require_share, update_defaults
+from oktopk.config import Density, MeanOver, Optimizer, rate_factor, require_density, require_share, usual_updates
 from oktopk.errors import ConfigError
 from oktopk.training.devices import DeviceName, Precision
 from oktopk.workloads.base import Recipe
@@ -30,14 +30,15 @@ class TrainConfig:
     precision: Precision = "float32"  # of forward and backward; weights stay float32; float16 scales the loss
 
     algorithm: str | None = None  # dense, topka, topkdsa, gtopk, gaussiank, randomk, oktopk, auto; None: oktopk, or
-    # for updates randomk, or topka if every is 4 or more and the optimizer adamw
+    # for updates randomk, or topka if every is 4 or more and the optimizer adamw or sgd
     density: float | None = None  # fraction of the gradient each worker sends; smaller = less traffic, later updates
     density_schedule: Mapping[int, float] = field(default_factory=dict)  # {step: density from that step on}; from 0
     warmup_steps: int | None = None  # dense steps before sparse ones
     reduce: Literal["gradients", "updates"] | None = None  # updates: workers (or hosts) step, changes are summed;
     # None: the preset's, or gradients if an algorithm, a density or a warm-up is named
     every: int | Literal["auto"] = 1  # steps between synchronisations of updates; auto: a tenth of the time
-    keep_owed: float | bool | None = None  # share of what is owed that weights contain; None: 1, adamw every 4: 0.25
+    keep_owed: float | bool | None = None  # share of what is owed that weights hold; None: 1, every 4: 0.25 (lamb: 1)
+    mean_over: MeanOver | None = None  # whose number divides sums: all, or senders; None: all, sgd every 4: senders
     overlap: bool = False  # let updates travel while the next steps are computed; they arrive one synchronisation later
     wire: str | None = None  # float32, float16, bfloat16, int8, int4, codebook2; None: float32, for updates narrower
     hosts: int | Literal["auto"] = "auto"  # workers of a host, which sum densely first; auto: find out; 1: none do
@@ -120,6 +121,8 @@ class TrainConfig:
                 raise ConfigError(f"every is for --reduce updates, got {self.every}: gradients travel at every step.")
             if self.keep_owed is not None and self.keep_owed != 1:
                 raise ConfigError("keep_owed is for --reduce updates: gradients that are owed lie beside weights.")
+            if self.mean_over == "senders":
+                raise ConfigError("mean_over senders is for --reduce updates: the mean of gradients is over all.")
             if self.overlap:
                 raise ConfigError("overlap is for --reduce updates: gradients travel during backward anyway.")
             return
@@ -161,9 +164,8 @@ class TrainConfig:
         twice the rise of it."""
         optimizer = self.optimizer or base.optimizer
         keeps = base.keep_owed if self.keep_owed is None else self.keep_owed
-        rarely = self.every != "auto" and self.every >= RARELY and optimizer == "adamw" and not self.overlap
-        usual = update_defaults(self.algorithm, rarely if keeps is None else keeps < 1)
-        usual = usual if keeps is None else replace(usual, keep_owed=keeps)
+        over = self.mean_over or base.mean_over
+        usual = usual_updates(optimizer, self.every, self.overlap, self.algorithm, keeps, over)
         base = replace(base, reduce="updates", warmup_steps=0, **asdict(usual))
         factor = rate_factor(optimizer, steppers)
         return replace(base, lr=base.lr * factor, lr_warmup_epochs=base.lr_warmup_epochs * (2 if factor > 1 else 1))

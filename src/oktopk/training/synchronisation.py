@@ -214,6 +214,7 @@ class ReduceUpdates(_Stepping):
             config.every,
             algorithm=recipe.algorithm,
             keep_owed=recipe.keep_owed,
+            mean_over=recipe.mean_over,
             overlap=config.overlap,
             scaler=scaler,
             hosts=config.hosts,

@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor, nn
 
-from oktopk.config import Optimizer
+from oktopk.config import MeanOver, Optimizer
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ class Recipe:
     algorithm: str = "oktopk"
     wire: str = "float32"
     keep_owed: float | None = None  # of updates: share of what is owed that own weights contain; None: by how often
+    mean_over: MeanOver | None = None  # of updates: whose number divides sums; None: by optimizer
 
 
 class Workload(Protocol):
