@@ -341,6 +341,8 @@ def test_a_sweep_that_makes_no_sense_is_refused(changes: dict[str, Any], words: 
         (["--hosts", "2", "2"], "got 2 twice"),
         (["--network", "100mbit", "100mbit"], "got 100mbit twice"),
         (["--epochs", "0"], "epochs must be 1 or more"),
+        (["--preset", "tinny"], "Did you mean 'tiny'"),
+        (["--preset", "tiny", "--data", "nowhere"], "nowhere"),
     ],
 )
 def test_bad_input_is_refused_before_anything_starts(

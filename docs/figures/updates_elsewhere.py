@@ -1,7 +1,8 @@
 """Settings of local steps on the workloads that are not the small decoder: how often, how many, how finely, which.
 
-Trains whatever is not in docs/bench/updates-elsewhere.jsonl yet (one seed, two workers), and prints a table of
-docs/results.md. Dense, the default and every 4 steps are those of docs/bench/target-*.json, with the same recipes.
+Trains whatever is not in docs/bench/updates-elsewhere.jsonl yet, and prints two tables of docs/results.md: settings
+(one seed, two workers), whose dense and default rows are those of docs/bench/target-*.json, with the same recipes; and
+under SGD, three seeds, what means over those who sent an entry do with as few bytes as SparseLoCo sends.
 
 python docs/figures/updates_elsewhere.py [AN4_FOLDER]    # without a folder nothing is trained
 """
@@ -11,20 +12,26 @@ from __future__ import annotations
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import fmean, stdev
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from kept import add_row, read_rows, train
 
 from oktopk.bench.markdown import markdown_table
-from oktopk.bench.target.results import Results, read_target
+from oktopk.bench.target.results import read_target
 
 DOCS = Path(__file__).parent.parent
 KEPT = DOCS / "bench" / "updates-elsewhere.jsonl"
-SEED = 0
+SEED, SEEDS = 0, (0, 1, 2)
 AT_ONCE = 2  # trainings of two ranks wait for each other often enough
+METRICS = {"speech": "WER", "bert": "perplexity", "ptb": "perplexity", "vision": "accuracy"}
+SWEEPS = {
+    "speech": "target-speech-small-an4-epochs-12", "bert": "target-bert-small", "ptb": "target-ptb-small",
+    "vision": "target-vision-small",
+}  # fmt: skip
 WORKLOADS = {"speech": ("--epochs", "12"), "bert": (), "ptb": (), "vision": ()}
-KNOWN = {"dense": "ddp dense", "default: in turn, 0.3, codebook2, every step": "updates", "every 4": "updates 4"}
+KNOWN = {"dense": "ddp dense", "default: in turn, 0.3, codebook2, every step": "updates"}
 SETTINGS = {
     "every 2": "--every 2",
     "every 8": "--every 8 --keep-owed 1",
@@ -33,7 +40,15 @@ SETTINGS = {
     "int8": "--wire int8",
     "the largest 0.05, int8": "--algorithm topka",
     "the largest 0.05 with a global cut, int8": "--algorithm oktopk",
+    "every 4, in turn": "--every 4 --keep-owed 1",
     "every 4, a quarter kept, the largest 0.06": "--every 4 --keep-owed 0.25",
+}
+# Every 4 steps under SGD: workload, workers, rate; rates are those at which dense is best.
+RECIPES = (("ptb", 4, 40.0), ("ptb", 2, 20.0), ("vision", 4, 0.48), ("vision", 2, 0.24))
+UNDER_SGD = {
+    "default: over senders, the largest 0.06": "--every 4",
+    "over senders, the largest 0.03": "--every 4 --density 0.03",
+    "over all, the largest 0.06": "--every 4 --mean-over all",
 }
 
 
@@ -44,14 +59,16 @@ def main(an4: Path | None) -> None:
     rows = [{"setting": name, **{w: known_cell(w, contender) for w in WORKLOADS}} for name, contender in KNOWN.items()]
     rows += [{"setting": name, **{w: cell(w, flags, kept) for w in WORKLOADS}} for name, flags in SETTINGS.items()]
     print("\n".join(markdown_table([row for row in rows if any(row[workload] for workload in WORKLOADS)])))
+    print("\n".join(markdown_table([sgd_row(*recipe, kept) for recipe in RECIPES])))
 
 
 def make_all(an4: Path) -> None:
     with TemporaryDirectory() as scratch, ThreadPoolExecutor(AT_ONCE) as pool:
         known = [row["command"] for row in read_rows(KEPT)]
-        wanted = [(workload, flags) for flags in SETTINGS.values() for workload in WORKLOADS]
-        missing = [one for one in wanted if command(*one) not in known]
-        for row in pool.map(lambda one: make(*one, an4=an4, scratch=Path(scratch)), missing):
+        wanted = [sgd_command(*one, flags, seed) for seed in SEEDS for flags in UNDER_SGD.values() for one in RECIPES]
+        wanted += [command(workload, flags) for flags in SETTINGS.values() for workload in WORKLOADS]
+        missing = [one for one in wanted if one not in known]
+        for row in pool.map(lambda one: make(one, an4, Path(scratch)), missing):
             add_row(KEPT, row)
             print(row["command"], f"{row['quality']:.4f}", file=sys.stderr)
 
@@ -61,35 +78,51 @@ def command(workload: str, flags: str) -> list[str]:
     return ["oktopk", "train", workload, *common, *WORKLOADS[workload], *flags.split()]
 
 
-def make(workload: str, flags: str, an4: Path, scratch: Path) -> dict[str, Any]:
-    name = f"{abs(hash((workload, flags)))}"
+def sgd_command(workload: str, workers: int, rate: float, flags: str, seed: int) -> list[str]:
+    common = ["--preset", "small", "--workers", str(workers), "--reduce", "updates", "--seed", str(seed)]
+    return ["oktopk", "train", workload, *common, "--lr", str(rate), *flags.split()]
+
+
+def make(command: list[str], an4: Path, scratch: Path) -> dict[str, Any]:
+    workload, name = command[2], f"{abs(hash(tuple(command)))}"
     data = ["--data", str(an4)] if workload == "speech" else []
     where = ["--runs", str(scratch), "--name", name, "--validate-every", "1000"]  # at the end
-    found = train([*command(workload, flags), *data, *where], scratch / name / "summary.json")
+    found = train([*command, *data, *where], scratch / name / "summary.json")
     return {
-        "command": command(workload, flags), "quality": found["validation"][metric_of(workload)],
+        "command": command, "quality": found["validation"][METRICS[workload]],
         "sent": found["bytes_sent"], "dense": found["dense_bytes"],
     }  # fmt: skip
 
 
-def metric_of(workload: str) -> str:
-    return targets(workload).metric
-
-
-def targets(workload: str) -> Results:
-    name = "target-speech-small-an4-epochs-12" if workload == "speech" else f"target-{workload}-small"
-    return read_target(DOCS / "bench" / f"{name}.json")
-
-
 def known_cell(workload: str, contender: str) -> str:
-    found = targets(workload)
-    trained = [one for one in found.trained if (one.contender, one.hosts, one.seed) == (contender, 2, SEED)]
-    return f"{trained[0].final:.4g}"
+    path = DOCS / "bench" / f"{SWEEPS[workload]}.json"
+    if not path.is_file():
+        return ""
+    trained = read_target(path).trained
+    found = [one.final for one in trained if (one.contender, one.hosts, one.seed) == (contender, 2, SEED)]
+    return f"{found[0]:.4g}" if found else ""
 
 
 def cell(workload: str, flags: str, kept: list[dict[str, Any]]) -> str:
     found = [row for row in kept if row["command"] == command(workload, flags)]
     return f"{found[0]['quality']:.4g} ({found[0]['dense'] / found[0]['sent']:.3g}x)" if found else ""
+
+
+def sgd_row(workload: str, workers: int, rate: float, kept: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "workload": f"{workload}, {workers} workers, rate {rate:g}",
+        **{name: sgd_cell(workload, workers, rate, flags, kept) for name, flags in UNDER_SGD.items()},
+    }
+
+
+def sgd_cell(workload: str, workers: int, rate: float, flags: str, kept: list[dict[str, Any]]) -> str:
+    commands = [sgd_command(workload, workers, rate, flags, seed) for seed in SEEDS]
+    found = [row for row in kept if row["command"] in commands]
+    if len(found) < len(SEEDS):
+        return ""
+    quality = [row["quality"] for row in found]
+    fewer = found[0]["dense"] / found[0]["sent"]
+    return f"{fmean(quality):.4g} ± {stdev(quality):.2g} ({fewer:.3g}x)"
 
 
 if __name__ == "__main__":

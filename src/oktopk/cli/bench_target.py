@@ -67,7 +67,7 @@ class BenchTarget:
     docs: Path | None = None  # folder of the page time-to-target.md; figures go to img/ in it, results to bench/
 
     def __call__(self) -> int:
-        from oktopk.bench.target.pieces import pieces, require_emulation
+        from oktopk.bench.target.pieces import pieces, require_emulation, require_workloads
         from oktopk.bench.target.progress import make_all
         from oktopk.bench.target.results import collect
 
@@ -78,6 +78,7 @@ class BenchTarget:
         asked = pieces(sweep, self.parts)
         wanted = [rest for piece in asked if (rest := known.rest_of(piece))] if known else asked
         require_emulation(wanted)
+        require_workloads(wanted)
         with _progress(len(wanted)) as hear:
             make_all(wanted, hear)
         results = collect(sweep, target, self.command(known), known)

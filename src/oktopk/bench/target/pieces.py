@@ -22,6 +22,7 @@ from oktopk.bench.target.timing import ROUNDS
 from oktopk.bench.target.training import EVALUATIONS, Job, said_words
 from oktopk.errors import ClusterError, ConfigError
 from oktopk.training.run_directory import STEPS, RunDirectory, read_json, write_json
+from oktopk.training.workload import make_workload
 from oktopk.transport.base import all_reduce_bytes
 
 TRAININGS, TIMINGS, MEASURED = PARTS = ("trainings", "timings", "measured")
@@ -268,6 +269,14 @@ def parameters(sweep: Sweep) -> int:
         if isinstance(piece, Training) and (piece.path / "config.json").is_file():
             return int(RunDirectory.open(piece.path).config["parameters"])
     raise ConfigError(f"nothing was trained in {sweep.runs} yet: make the trainings first.")
+
+
+def require_workloads(wanted: Sequence[Piece]) -> None:
+    """Refuse before anything starts a preset, data or a number of hosts that no rank could train with."""
+    jobs = {piece.job.hosts: piece.job for piece in wanted if isinstance(piece, Training)}
+    jobs |= {piece.jobs[0].hosts: piece.jobs[0] for piece in wanted if isinstance(piece, Timing)}
+    for hosts, job in jobs.items():
+        make_workload(job.config).steps_per_epoch(hosts)
 
 
 def require_emulation(wanted: Sequence[Piece]) -> None:
