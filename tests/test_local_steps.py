@@ -42,12 +42,12 @@ def shared_of(handle: oktopk.LocalSteps) -> Tensor:
     return weights.updates.shared(weights.trained[0].own().layout)
 
 
-def push(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> Tensor:
+def push(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int, scale: float = 1.0) -> Tensor:
     """One step on gradients that are made up; returns them. With plain SGD the change is the rate times them."""
     generator = torch.Generator().manual_seed(1000 * rank + step)
     grads = []
     for parameter in model.parameters():
-        grad = torch.randn(parameter.shape, generator=generator)
+        grad = scale * torch.randn(parameter.shape, generator=generator)
         parameter.grad = grad.to(parameter.dtype)
         grads.append(grad.flatten())
     optimizer.step()

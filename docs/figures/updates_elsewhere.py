@@ -2,7 +2,7 @@
 
 Trains whatever is not in docs/bench/updates-elsewhere.jsonl yet, and prints two tables of docs/results.md: settings
 (one seed, two workers), whose dense and default rows are those of docs/bench/target-*.json, with the same recipes; and
-under SGD, three seeds, what means over those who sent an entry do with as few bytes as SparseLoCo sends.
+under SGD, three seeds, what means over those who sent an entry do, also with as few bytes as SparseLoCo sends.
 
 python docs/figures/updates_elsewhere.py [AN4_FOLDER]    # without a folder nothing is trained
 """
@@ -19,11 +19,12 @@ from typing import Any
 from kept import add_row, read_rows, train
 
 from oktopk.bench.markdown import markdown_table
-from oktopk.bench.target.results import read_target
+from oktopk.bench.target.results import Results, read_target
 
 DOCS = Path(__file__).parent.parent
 KEPT = DOCS / "bench" / "updates-elsewhere.jsonl"
 SEED, SEEDS = 0, (0, 1, 2)
+NETWORK = "100mbit"  # whose timings say what an interface sends
 AT_ONCE = 2  # trainings of two ranks wait for each other often enough
 METRICS = {"speech": "WER", "bert": "perplexity", "ptb": "perplexity", "vision": "accuracy"}
 SWEEPS = {
@@ -43,12 +44,15 @@ SETTINGS = {
     "every 4, in turn": "--every 4 --keep-owed 1",
     "every 4, a quarter kept, the largest 0.06": "--every 4 --keep-owed 0.25",
 }
-# Every 4 steps under SGD: workload, workers, rate; rates are those at which dense is best.
-RECIPES = (("ptb", 4, 40.0), ("ptb", 2, 20.0), ("vision", 4, 0.48), ("vision", 2, 0.24))
+# Under SGD: workload, workers, rate, and the sweep that has the same recipe.
+RECIPES = {
+    ("ptb", 4, 40.0): "target-ptb-small-lr-40", ("ptb", 2, 20.0): "target-ptb-small",
+    ("vision", 4, 0.48): "target-vision-small-lr-0.48", ("vision", 2, 0.24): "target-vision-small-lr-0.24",
+}  # fmt: skip
+KNOWN_UNDER_SGD = {"dense": "ddp dense", "SparseLoCo every 4": "sparseloco 4", "every 4 (default)": "updates 4"}
 UNDER_SGD = {
-    "default: over senders, the largest 0.06": "--every 4",
-    "over senders, the largest 0.03": "--every 4 --density 0.03",
-    "over all, the largest 0.06": "--every 4 --mean-over all",
+    "every 4, the largest 0.03": "--every 4 --density 0.03",
+    "every 4, over all instead of senders": "--every 4 --mean-over all",
 }
 
 
@@ -109,10 +113,21 @@ def cell(workload: str, flags: str, kept: list[dict[str, Any]]) -> str:
 
 
 def sgd_row(workload: str, workers: int, rate: float, kept: list[dict[str, Any]]) -> dict[str, Any]:
+    path = DOCS / "bench" / f"{RECIPES[workload, workers, rate]}.json"
+    sweep = read_target(path) if path.is_file() else None
     return {
         "workload": f"{workload}, {workers} workers, rate {rate:g}",
+        **{name: known_sgd_cell(who, workers, sweep) for name, who in KNOWN_UNDER_SGD.items()},
         **{name: sgd_cell(workload, workers, rate, flags, kept) for name, flags in UNDER_SGD.items()},
     }
+
+
+def known_sgd_cell(contender: str, workers: int, sweep: Results | None) -> str:
+    """Of a sweep; bytes are those of an interface, headers included."""
+    runs, dense = (sweep.runs(who, workers, NETWORK) if sweep else {} for who in (contender, "ddp dense"))
+    if len(runs) < len(SEEDS):
+        return ""
+    return quality_text([run[-1].quality for run in runs.values()], dense[SEED][-1].bytes / runs[SEED][-1].bytes)
 
 
 def sgd_cell(workload: str, workers: int, rate: float, flags: str, kept: list[dict[str, Any]]) -> str:
@@ -120,8 +135,10 @@ def sgd_cell(workload: str, workers: int, rate: float, flags: str, kept: list[di
     found = [row for row in kept if row["command"] in commands]
     if len(found) < len(SEEDS):
         return ""
-    quality = [row["quality"] for row in found]
-    fewer = found[0]["dense"] / found[0]["sent"]
+    return quality_text([row["quality"] for row in found], found[0]["dense"] / found[0]["sent"])
+
+
+def quality_text(quality: list[float], fewer: float) -> str:
     return f"{fmean(quality):.4g} ± {stdev(quality):.2g} ({fewer:.3g}x)"
 
 

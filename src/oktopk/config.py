@@ -32,25 +32,20 @@ UPDATES_ALGORITHM = "randomk"  # of updates: at equal bytes, each entry in its t
 RARE_ALGORITHM = "topka"  # of updates that travel rarely: what each rank changed most, without a cut of the sums
 RARELY = 4  # steps between synchronisations, or more
 KEPT_RARELY = 0.25  # share of what is owed that own weights contain then
-# Over whom their means are then. Adam makes every rank's steps as long as dense ones, and one rank's noise would move
-# all; of SGD's short steps, what one rank alone has learned counts whole.
-MEAN_RARELY: Mapping[Optimizer, MeanOver] = {"adamw": "all", "sgd": "senders"}
 
 
-def update_defaults(algorithm: str | None = None, rarely: bool = False, mean_over: MeanOver = "all") -> UpdateDefaults:
+def update_defaults(algorithm: str | None = None, rarely: bool = False) -> UpdateDefaults:
     """How updates are reduced by an algorithm, or by the usual one, unless the user says otherwise.
 
-    `rarely`: whether ranks step RARELY times or more on their own, under an optimizer of MEAN_RARELY. It is better then
-    if they go on from nearly the same weights, and send what they changed most.
+    `rarely`: whether ranks step RARELY times or more on their own, under Adam or AdamW. It is better then if they go on
+    from nearly the same weights, and send what they changed most.
     """
     name = algorithm or (RARE_ALGORITHM if rarely else UPDATES_ALGORITHM)
     if name == "dense":
         return UpdateDefaults(name, 1.0, "float32")
     if name == "randomk":
         return UpdateDefaults(name, 0.3, "codebook2")
-    if not rarely:
-        return UpdateDefaults(name, 0.05, "int8")
-    return UpdateDefaults(name, 0.06, "codebook2", KEPT_RARELY, mean_over if name == RARE_ALGORITHM else "all")
+    return UpdateDefaults(name, 0.06, "codebook2", KEPT_RARELY) if rarely else UpdateDefaults(name, 0.05, "int8")
 
 
 def usual_updates(
@@ -61,12 +56,21 @@ def usual_updates(
     keep_owed: float | None = None,
     mean_over: MeanOver | None = None,
 ) -> UpdateDefaults:
-    """How updates of an optimizer are reduced; None: where nothing else was asked for, or of any other optimizer."""
-    is_seldom = isinstance(every, int) and every >= RARELY and not overlap and optimizer in MEAN_RARELY
+    """How updates of an optimizer are reduced where not all was said; `optimizer` None: any other."""
+    is_over_senders = mean_over == "senders"
+    is_seldom = is_rare(every, overlap) and (optimizer == "adamw" or is_over_senders)
     rarely = is_seldom if keep_owed is None else keep_owed < 1
-    usual = update_defaults(algorithm, rarely, MEAN_RARELY[optimizer] if optimizer and is_seldom else "all")
+    if is_over_senders and algorithm is None:  # tried with few bits and nothing else
+        usual = UpdateDefaults(RARE_ALGORITHM, 0.06, "codebook2", KEPT_RARELY if rarely else 1.0)
+    else:
+        usual = update_defaults(algorithm, rarely)
     usual = usual if keep_owed is None else replace(usual, keep_owed=keep_owed)
-    return usual if mean_over is None else replace(usual, mean_over=mean_over)
+    return replace(usual, mean_over=mean_over or "all")
+
+
+def is_rare(every: object, overlap: bool) -> bool:
+    """Whether ranks step so often by themselves that they had better go on from nearly the same weights."""
+    return isinstance(every, int) and every >= RARELY and not overlap
 
 
 def rate_factor(optimizer: Optimizer, workers: int) -> float:

@@ -245,8 +245,8 @@ def _error_of(work: Callable[[], None]) -> Exception | None:
 
 def _require_senders(config: ReducerConfig, algorithm: str, algorithm_class: type[Any]) -> None:
     if config.mean_over == "senders" and not algorithm_class.knows_senders:
-        able = ", ".join(name for name, (_, one) in ALGORITHMS.items() if one.knows_senders)
+        able = " or ".join(repr(name) for name, (_, one) in ALGORITHMS.items() if one.knows_senders)
         raise ConfigError(
             f"mean_over='senders' needs an algorithm whose ranks learn who sent an entry, got {algorithm!r}: "
-            f"take one of {able}, or mean_over='all'."
+            f"take {able}, or mean_over='all'."
         )

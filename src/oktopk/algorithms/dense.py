@@ -13,8 +13,6 @@ from oktopk.types import Reduced, Stats
 class Dense(Stateless):
     """Every entry, every step."""
 
-    knows_senders = True  # all send everything
-
     def __init__(self, config: DenseConfig, tools: Tools) -> None:
         self._tools = tools
 

@@ -18,7 +18,7 @@ class RandomK:
     """Volume 2k(P-1)/P, the least that any method needs: nothing is selected, and no index travels."""
 
     asks: Asks = "some"
-    knows_senders = True  # all send the same entries
+    knows_senders = False  # all send the same entries: there is nothing to know
 
     def __init__(self, config: RandomKConfig, tools: Tools) -> None:
         self._tools = tools

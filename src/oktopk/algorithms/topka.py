@@ -21,12 +21,11 @@ class TopkA(Selecting):
         chosen, threshold = self._tools.largest(acc, k)
         # 2. Tell everyone, and sum in the order of ranks.
         everyone = gather_vectors(chosen, k, self._tools)
-        # 3. Optionally keep only the k largest sums.
+        # 3. Optionally keep only the k largest means.
         cut = 0.0
-        sent = everyone.sent
-        if self._config.global_cut and everyone.total.nnz > k:
-            kept, cut = self._tools.kernels.select_topk(everyone.total.values, k)
-            everyone = everyone.at(kept.indices.long())
-            sent = self._tools.kernels.common(sent, everyone.total.indices)
-        stats = Stats(chosen.nnz, everyone.total.nnz, threshold, cut)
-        return Reduced(mean_of(everyone.total, everyone.senders), sent, stats)
+        mean, sent = mean_of(everyone.total, everyone.senders), everyone.sent
+        if self._config.global_cut and mean.nnz > k:
+            kept, cut = self._tools.kernels.select_topk(mean.values, k)
+            mean = mean.at(kept.indices.long())
+            sent = self._tools.kernels.common(sent, mean.indices)
+        return Reduced(mean, sent, Stats(chosen.nnz, mean.nnz, threshold, cut))

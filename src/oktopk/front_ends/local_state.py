@@ -92,11 +92,15 @@ def inherit_same(states: RankStates) -> dict[str, Any]:
     return {**states.nearest, **shared, "weights": [_same_weights(part) for part in _vectors(states)]}
 
 
-def inherit(states: RankStates) -> dict[str, Any]:
-    """A rank's state in a world of another size, but for its reducer: owed is shared out, optimizers are averaged."""
+def inherit(states: RankStates, by_senders: int = 0) -> dict[str, Any]:
+    """A rank's state in a world of another size, but for its reducer: owed is shared out, optimizers are averaged.
+
+    Means of the first `by_senders` vectors are over those who sent an entry.
+    """
     of_hosts = states.of_leaders().part("optimizers")
     optimizers = [_inherit_optimizer(of_hosts.part(index)) for index in range(len(states.leading["optimizers"]))]
-    return {**states.first, "weights": [_inherit_weights(part) for part in _vectors(states)], "optimizers": optimizers}
+    weights = [_inherit_weights(part, index < by_senders) for index, part in enumerate(_vectors(states))]
+    return {**states.first, "weights": weights, "optimizers": optimizers}
 
 
 def _vectors(states: RankStates) -> list[RankStates]:
@@ -108,13 +112,20 @@ def _same_weights(states: RankStates) -> dict[str, Any]:
     return {**states.nearest, **own, "shared": states.first["shared"]}
 
 
-def _inherit_weights(states: RankStates) -> dict[str, Any]:
+def _inherit_weights(states: RankStates, is_over_senders: bool) -> dict[str, Any]:
     """The weights of one vector on a rank of a world of another size: own = shared - owed, with nothing under way."""
     shared, first = dict(states.first["shared"]), states.first
-    owed = total((_owed_by_host(ranks, shared) for ranks in states.inherited), states.scale_of_hosts)
+    owed_before = [_owed_by_host(ranks, shared) for ranks in states.inherited]
+    owed = _mean_over_owing(owed_before) if is_over_senders else total(owed_before, states.scale_of_hosts)
     _pay(shared, first["arrived"].get("mean", {}))
     owed = {name: owed.get(name, torch.zeros_like(part)) for name, part in shared.items()}
     return {"own": _less(shared, owed, first["own"]), "owed": owed, "shared": shared, "arrived": {}}
+
+
+def _mean_over_owing(hosts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """What several owed at an entry, as one who sends it for them would have it count: their mean, as theirs would."""
+    owing = total(({name: part.ne(0).to(part.dtype) for name, part in host.items()} for host in hosts), 1)
+    return {name: part / owing[name].clamp(min=1) for name, part in total(hosts, 1).items()}
 
 
 def _owed_by_host(ranks: Sequence[Mapping[str, Any]], shared: Mapping[str, Tensor]) -> dict[str, Tensor]:

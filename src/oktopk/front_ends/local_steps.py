@@ -55,8 +55,8 @@ def local_steps(
 
     By default 0.3 of the entries are sent, each in its turn, in two bits (`algorithm="randomk"`): a 45th of the bytes
     of dense, no choice and no indices. `algorithm="oktopk"` sends the largest 0.05 in int8 instead. With `every=4` or
-    more under Adam, AdamW or SGD, every rank sends the largest 0.06 in two bits (`algorithm="topka"`) and goes on
-    from the shared weights: a 250th of the bytes between two ranks. Under SGD, means are then over those who sent.
+    more under Adam or AdamW, every rank sends the largest 0.06 in two bits (`algorithm="topka"`) and goes on
+    from the shared weights: a 250th of the bytes between two ranks. Under SGD `mean_over="senders"` does the same.
 
     `optimizer`: all that train the model; with several in a list, a step is one of the last.
 
@@ -64,10 +64,11 @@ def local_steps(
         a tenth of the time, at most 64).
     `keep_owed`: which share of what this rank has changed and not sent its own weights contain. 1 (True): all. 0
         (False): they forget it until it is sent, and ranks start every interval from the same weights. None: a quarter
-        where `every` is 4 or more, the optimizer is Adam, AdamW or SGD and there is no overlap, else all.
-    `mean_over`: "all" divides the sum of an entry by the number of all workers; "senders" by the number of those who
-        sent it (`topka`), so that what one alone has learned counts whole. None: "senders" where SGD sends as said
-        above, else "all".
+        where `every` is 4 or more, the optimizer is Adam or AdamW, or `mean_over` "senders", and there is no overlap,
+        else all.
+    `mean_over`: "all" divides the sum of an entry by the number of all workers; "senders" by that of those who sent it
+        (`topka`), so that what one alone has learned, of a rare word say, counts whole, and what all agree on up to
+        that many times. For SGD with few workers; not for Adam.
     `overlap`: let a reduction travel while the next steps are computed; it is applied at the next synchronisation.
     `scaler`: the GradScaler, if there is one. It may skip a step on one rank.
     `hosts`: how many consecutive ranks are one worker: they average gradients before each step, have the same weights,
@@ -364,7 +365,8 @@ class LocalSteps:
         """This rank's state. In a world of another size what is owed is shared out, and optimizers are averaged."""
         if states.is_same_world:
             return inherit_same(states)
-        return inherit(states) | {"reducer": self.reducer.from_rank_states(states.part("reducer"))}
+        by_senders = len(self._weights.trained) if self.reducer.config.mean_over == "senders" else 0
+        return inherit(states, by_senders) | {"reducer": self.reducer.from_rank_states(states.part("reducer"))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue exactly where the state was taken, in the middle of an interval too."""

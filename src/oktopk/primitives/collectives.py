@@ -147,11 +147,6 @@ class Everyone(NamedTuple):
     sent: SparseVector  # the own vector, as the others saw it
     senders: Tensor | int  # how many ranks the mean of each entry is over
 
-    def at(self, positions: Tensor) -> Everyone:
-        """Some entries of the sum."""
-        senders = self.senders[positions] if isinstance(self.senders, Tensor) else self.senders
-        return Everyone(self.total.at(positions), self.sent, senders)
-
 
 def gather_vectors(chosen: SparseVector, most: int, tools: Tools) -> Everyone:
     """Everyone's vector. No rank chose more than `most` entries."""

@@ -10,7 +10,16 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from oktopk.config import Density, MeanOver, Optimizer, rate_factor, require_density, require_share, usual_updates
+from oktopk.config import (
+    Density,
+    MeanOver,
+    Optimizer,
+    is_rare,
+    rate_factor,
+    require_density,
+    require_share,
+    usual_updates,
+)
 from oktopk.errors import ConfigError
 from oktopk.training.devices import DeviceName, Precision
 from oktopk.workloads.base import Recipe
@@ -30,15 +39,15 @@ class TrainConfig:
     precision: Precision = "float32"  # of forward and backward; weights stay float32; float16 scales the loss
 
     algorithm: str | None = None  # dense, topka, topkdsa, gtopk, gaussiank, randomk, oktopk, auto; None: oktopk, or
-    # for updates randomk, or topka if every is 4 or more and the optimizer adamw or sgd
+    # for updates randomk, or topka if every is 4 or more and the optimizer adamw
     density: float | None = None  # fraction of the gradient each worker sends; smaller = less traffic, later updates
     density_schedule: Mapping[int, float] = field(default_factory=dict)  # {step: density from that step on}; from 0
     warmup_steps: int | None = None  # dense steps before sparse ones
     reduce: Literal["gradients", "updates"] | None = None  # updates: workers (or hosts) step, changes are summed;
     # None: the preset's, or gradients if an algorithm, a density or a warm-up is named
     every: int | Literal["auto"] = 1  # steps between synchronisations of updates; auto: a tenth of the time
-    keep_owed: float | bool | None = None  # share of what is owed that weights hold; None: 1, every 4: 0.25 (lamb: 1)
-    mean_over: MeanOver | None = None  # whose number divides sums: all, or senders; None: all, sgd every 4: senders
+    keep_owed: float | bool | None = None  # share of what is owed that weights hold; None: 1, adamw every 4: 0.25
+    mean_over: MeanOver | None = None  # whose number divides sums: all, or senders (topka); None: the preset's
     overlap: bool = False  # let updates travel while the next steps are computed; they arrive one synchronisation later
     wire: str | None = None  # float32, float16, bfloat16, int8, int4, codebook2; None: float32, for updates narrower
     hosts: int | Literal["auto"] = "auto"  # workers of a host, which sum densely first; auto: find out; 1: none do
@@ -106,6 +115,8 @@ class TrainConfig:
         if self.keep_owed is not None:
             object.__setattr__(self, "keep_owed", float(self.keep_owed))  # true and 1 are the same
             require_share("keep_owed", self.keep_owed)
+        if self.mean_over not in (None, "all", "senders"):
+            raise ConfigError(f"mean_over must be 'all' or 'senders', got {self.mean_over!r}.")
         if self.reduce is not None:
             self._check_reduce(self.reduce)
         if self.bucket_mb is not None and self.bucket_mb <= 0:
@@ -164,7 +175,8 @@ class TrainConfig:
         twice the rise of it."""
         optimizer = self.optimizer or base.optimizer
         keeps = base.keep_owed if self.keep_owed is None else self.keep_owed
-        over = self.mean_over or base.mean_over
+        is_usual = self.algorithm is None and self.keep_owed is None and is_rare(self.every, self.overlap)
+        over = self.mean_over or (base.mean_over if is_usual else None)
         usual = usual_updates(optimizer, self.every, self.overlap, self.algorithm, keeps, over)
         base = replace(base, reduce="updates", warmup_steps=0, **asdict(usual))
         factor = rate_factor(optimizer, steppers)

@@ -53,7 +53,7 @@ class Recipe:
     algorithm: str = "oktopk"
     wire: str = "float32"
     keep_owed: float | None = None  # of updates: share of what is owed that own weights contain; None: by how often
-    mean_over: MeanOver | None = None  # of updates: whose number divides sums; None: by optimizer
+    mean_over: MeanOver | None = None  # of updates that travel every 4 steps or more rarely: whose number divides sums
 
 
 class Workload(Protocol):

@@ -45,7 +45,10 @@ PRESETS = {
     "wikitext2": Preset(hidden=1500, layers=2, dropout=0.65, vocabulary=33_278, steps=35, recipe=_PAPER),
     "small": Preset(
         hidden=128, layers=1, dropout=0.2, vocabulary=4_000, steps=35,
-        recipe=replace(_PAPER, batch_size=10, epochs=4, lr_decay=0.7, warmup_steps=32, reduce="updates"),
+        # Means over senders: of 4 workers one has seen a rare word. Every 4 steps a perplexity of 76.9 instead of 96.0.
+        recipe=replace(
+            _PAPER, batch_size=10, epochs=4, lr_decay=0.7, warmup_steps=32, reduce="updates", mean_over="senders",
+        ),
     ),
 }  # fmt: skip
 
