@@ -52,7 +52,7 @@ PRESETS = {
     "resnet110": Preset(32, 3, _RESNET),
     "resnet50": Preset(224, 3, _IMAGENET),
     "alexnet": Preset(224, 3, replace(_IMAGENET, lr=0.01)),
-    "mnistnet": Preset(28, 1, replace(_SMALL, lr=0.01, reduce="gradients")),
+    "mnistnet": Preset(28, 1, replace(_SMALL, lr=0.01, reduce="gradients", mean_over=None)),
 }
 
 
