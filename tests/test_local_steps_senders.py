@@ -62,15 +62,15 @@ def test_what_left_the_ranks_is_the_mean_times_those_who_sent_it(world_size: int
         check(list(steps))
 
 
-@pytest.mark.parametrize("kept", [1.0, 0.25])
-def test_hosts_count_as_one_sender(kept: float) -> None:
+@pytest.mark.parametrize(("kept", "wire"), [(1.0, "float32"), (0.25, "float32"), (0.25, "codebook2")])
+def test_hosts_count_as_one_sender(kept: float, wire: str) -> None:
     """Two hosts of two ranks, which step on the mean of their gradients."""
 
     def work(transport: ThreadTransport) -> list[tuple[Tensor, Tensor, Tensor]]:
         model = model_of(transport.rank)
         optimizer = sgd(model)
         seen = []
-        options: Any = {**SENDERS, "wire": "float32", "keep_owed": kept, "hosts": 2}
+        options: Any = {**SENDERS, "wire": wire, "keep_owed": kept, "hosts": 2}
         with oktopk.local_steps(model, optimizer, 0.1, group=transport, **options) as handle:
             for step in range(3):
                 shared, owed = shared_now(handle, model), owed_of(handle)
@@ -167,6 +167,25 @@ def test_a_resumed_training_equals_one_that_was_not_interrupted(every: int, over
     resumed = run_world(2, lambda t: _trained(t, tmp_path, 5, 9, True, **options))
     for (own, shared, _), (own_again, shared_again, _) in zip(straight, resumed, strict=True):
         assert torch.equal(own, own_again) and torch.equal(shared, shared_again)
+
+
+def test_the_default_under_sgd_follows_what_all_agree_on() -> None:
+    """A quadratic that all ranks have in common, with noise and momentum: means over senders take P times the step."""
+
+    def work(transport: ThreadTransport) -> float:
+        model = torch.nn.Linear(2048, 1, bias=False)
+        with torch.no_grad():
+            model.weight.copy_(torch.linspace(-1, 1, 2048)[None])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+        noise = torch.Generator().manual_seed(transport.rank)
+        with oktopk.local_steps(model, optimizer, every=4, group=transport) as handle:
+            for _ in range(120):
+                model.weight.grad = model.weight.detach() + 0.1 * torch.randn(1, 2048, generator=noise)
+                optimizer.step()
+            with handle.shared():
+                return float(model.weight.detach().square().mean())
+
+    assert run_world(4, work)[0] < 0.01  # from 1/3; noise alone leaves about 1e-3
 
 
 def test_who_cannot_count_senders_is_refused() -> None:
