@@ -148,6 +148,26 @@ def test_options_of_the_workload_and_the_algorithm_are_flags(capsys: pytest.Capt
     assert "--dropout" in shown and "--corrections" in shown and "--reestimate-every" not in shown
 
 
+@pytest.mark.parametrize(
+    ("arguments", "shown", "hidden"),
+    [
+        (["gpt", "--reduce", "updates", "--every", "4"], "--global-cut", "--draw-seed"),
+        (["gpt", "--reduce", "updates"], "--draw-seed", "--global-cut"),
+        (["gpt", "--reduce", "updates", "--every=4", "--keep-owed", "True"], "--draw-seed", "--global-cut"),
+        (["speech", "--reduce", "updates", "--every", "4"], "--draw-seed", "--global-cut"),  # its preset keeps
+        (["ptb", "--reduce", "updates", "--every", "4"], "--global-cut", "--draw-seed"),
+        (["ptb", "--reduce", "updates", "--every", "auto"], "--draw-seed", "--global-cut"),
+        (["ptb", "--reduce", "updates", "--mean-over", "senders"], "--global-cut", "--draw-seed"),
+    ],
+)
+def test_help_lists_the_options_of_the_algorithm_that_would_run(
+    arguments: list[str], shown: str, hidden: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", *arguments, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert shown in out and hidden not in out
+
+
 def test_a_dry_run_prints_the_configuration_and_the_launch_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", TOY, "--workers", "2", "--density", "0.25", "--dry-run"]) == 0
     shown = capsys.readouterr().out

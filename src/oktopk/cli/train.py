@@ -25,14 +25,15 @@ from oktopk.cli.arguments import (
 from oktopk.cli.console import console
 from oktopk.cli.progress import make_observer
 from oktopk.errors import ConfigError, nearest
-from oktopk.training.algorithms import find_config, usual_algorithm
+from oktopk.training.algorithms import find_config
 from oktopk.training.config import TrainConfig
 from oktopk.training.environment import find_rank
 from oktopk.training.trainer import resumed_config, train
 from oktopk.training.workers import bind_worker, launch_command, launch_workers
-from oktopk.training.workload import find_classes, make_workload
+from oktopk.training.workload import find_classes, make_workload, preset_recipe
 from oktopk.training.world import joined_world
 from oktopk.workloads import WORKLOADS
+from oktopk.workloads.base import Recipe
 
 _MODULE = "oktopk.cli"
 _TABLES = ("workload_options", "algorithm_options")
@@ -122,9 +123,9 @@ def parse_train(command: type[Any], file: ConfigFile, args: Sequence[str], prog:
     """A command that trains, with the flags of the workload and the algorithm that are asked for."""
     words = list(args[: leading_words(args)])
     workload = words[0] if words else str(file.values.get("workload", "speech"))
-    options_of = find_config(_said(args, file, "algorithm") or usual_algorithm(_said(args, file, "reduce")))
     if ":" not in workload and workload not in WORKLOADS:
         raise ConfigError(f"unknown workload {workload!r}. {nearest(workload, WORKLOADS)}")
+    options_of = find_config(_said(args, file, "algorithm") or _usual_algorithm(args, file, workload))
     parts = {"workload": find_classes(workload)[0], "algorithm": options_of, "run": command}
     default = _dealt_out(file, parts)
     given = tyro.cli(type(default), args=args, prog=prog, description=description(command), default=default)
@@ -137,9 +138,34 @@ def parse_train(command: type[Any], file: ConfigFile, args: Sequence[str], prog:
     )
 
 
+def _usual_algorithm(args: Sequence[str], file: ConfigFile, workload: str) -> str:
+    """What reduces gradients, or updates as they are asked for, unless the user says otherwise."""
+    if _said(args, file, "reduce") != "updates":
+        return Recipe().algorithm
+    every, kept = _said(args, file, "every") or "1", _share(_said(args, file, "keep-owed"))
+    asked = TrainConfig(
+        workload,
+        reduce="updates",
+        every=int(every) if every.isdecimal() else "auto",
+        keep_owed=kept,
+        overlap="--overlap" in args or file.values.get("overlap") is True,
+        optimizer=_said(args, file, "optimizer"),  # type: ignore[arg-type]
+        mean_over=_said(args, file, "mean-over"),  # type: ignore[arg-type]
+    )
+    return asked.recipe(preset_recipe(workload, _said(args, file, "preset"))).algorithm
+
+
+def _share(text: str | None) -> float | None:
+    """A number, or True or False; None where it is neither, which the parser then says."""
+    try:
+        return None if text is None else float({"True": "1", "False": "0"}.get(text, text))
+    except ValueError:
+        return None
+
+
 def _said(args: Sequence[str], file: ConfigFile, name: str) -> str | None:
     """What a flag or the file says of a setting."""
-    value = take(args, f"--{name}")[0] or file.values.get(name)
+    value = take(args, f"--{name}")[0] or file.values.get(name.replace("-", "_"))
     return None if value is None else str(value)
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from oktopk.algorithms import ALGORITHMS
-from oktopk.config import AUTO, UPDATES_ALGORITHM, DenseConfig
+from oktopk.config import AUTO, DenseConfig
 from oktopk.errors import ConfigError, nearest
 from oktopk.reduction.autotune import AutoConfig
-from oktopk.workloads.base import Recipe
 
 CONFIGS: dict[str, type[Any]] = {**{name: config for name, (config, _) in ALGORITHMS.items()}, AUTO: AutoConfig}
 
@@ -18,11 +17,6 @@ def find_config(algorithm: str) -> type[Any]:
     if algorithm not in CONFIGS:
         raise ConfigError(f"unknown algorithm {algorithm!r}. {nearest(algorithm, CONFIGS)}")
     return CONFIGS[algorithm]
-
-
-def usual_algorithm(reduce: str | None) -> str:
-    """What reduces gradients, or updates, unless the user says otherwise."""
-    return UPDATES_ALGORITHM if reduce == "updates" else Recipe().algorithm
 
 
 def has_sparse_steps(algorithm: str) -> bool:

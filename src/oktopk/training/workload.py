@@ -5,14 +5,14 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from inspect import signature
 from typing import Any, cast
 
 from oktopk.errors import ConfigError
 from oktopk.training.config import TrainConfig
 from oktopk.workloads import workload_classes
-from oktopk.workloads.base import Workload
+from oktopk.workloads.base import Recipe, Workload
 
 Progress = Callable[[int, int], None]  # items done, items in all
 _COMMON = ("preset", "data", "batch_size")  # fields of every workload's configuration that `TrainConfig` has too
@@ -33,6 +33,14 @@ def find_classes(name: str) -> tuple[type[Any], type[Any]]:
             f"cannot find the workload {name!r} ({error}): it must be module:Class, importable from here, and the "
             "class must have an attribute Config, the dataclass of its options."
         ) from None
+
+
+def preset_recipe(workload: str, preset: str | None) -> Recipe:
+    """How a preset is trained, without its data. A workload of your own tells only with them: here the usual way."""
+    config_class = find_classes(workload)[0]
+    presets: Mapping[str | None, Any] = getattr(sys.modules[config_class.__module__], "PRESETS", {})
+    name = preset or getattr(config_class(), "preset", None)
+    return cast(Recipe, presets[name].recipe) if name in presets else Recipe()
 
 
 def make_workload(config: TrainConfig, progress: Progress | None = None) -> Workload:
