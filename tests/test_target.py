@@ -34,7 +34,15 @@ from oktopk.bench.target.replay import (
     spent,
     standing,
 )
-from oktopk.bench.target.results import Results, collect, known_results, read_target, result_name, write_target
+from oktopk.bench.target.results import (
+    Results,
+    collect,
+    known_results,
+    outdated,
+    read_target,
+    result_name,
+    write_target,
+)
 from oktopk.bench.target.schedule import WHOLE, Schedule
 from oktopk.bench.target.timing import Samples, _Timed
 from oktopk.bench.target.training import Job, Seen, evaluation_steps
@@ -387,7 +395,7 @@ def write_run(piece: Training, points: list[tuple[int, float]], levels: bool = F
     """What a finished training leaves behind."""
     piece.path.mkdir(parents=True)
     config = {
-        "asked": vars(piece.job), "metric": "perplexity", "lower_is_better": True, "preset": "tiny",
+        "asked": piece.job.asked, "metric": "perplexity", "lower_is_better": True, "preset": "tiny",
         "parameters": 1000, "schedule": vars(Schedule(every=2, levels=levels)),
     }  # fmt: skip
     write_json(piece.path / "config.json", config)
@@ -540,6 +548,22 @@ def test_results_of_another_training_do_not_count(tmp_path: Path, changes: dict[
     write_target(tmp_path / "target.json", results_of(tmp_path))
     assert known_results(tmp_path / "target.json", sweep(**changes)) is None
     assert known_results(tmp_path / "none.json", sweep()) is None
+
+
+def test_who_is_trained_in_another_way_today_is_trained_again(tmp_path: Path) -> None:
+    known, file = results_of(tmp_path), tmp_path / "target.json"
+    assert (
+        "keep_owed 1.0" in known.methods["updates, 2 hosts"] and "keep_owed" not in known.methods["ddp dense, 2 hosts"]
+    )
+    assert known.methods["updates, 2 hosts"] != Job("gpt", "updates", 4, preset="tiny").method, "its rate follows hosts"
+    before = known.methods["updates, 2 hosts"].replace("density 0.3", "density 0.2")
+    write_target(file, replace(known, methods={**known.methods, "updates, 2 hosts": before}))
+    assert outdated(read_target(file), sweep()) == ["updates, 2 hosts"]
+    found = known_results(file, sweep())
+    assert found is not None
+    assert {one.contender for one in (*found.trained, *found.costs, *found.measured)} == {"ddp dense"}
+    write_target(file, replace(known, methods={}))  # as earlier versions wrote it
+    assert known_results(file, sweep()) == replace(known, methods={})
 
 
 def test_the_command_makes_what_was_known_too(tmp_path: Path) -> None:

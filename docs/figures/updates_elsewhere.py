@@ -53,7 +53,6 @@ KNOWN_UNDER_SGD = {"dense": "ddp dense", "SparseLoCo every 4": "sparseloco 4", "
 UNDER_SGD = {
     "every 4, the largest 0.03": "--every 4 --density 0.03",
     "every 4, over all instead of senders": "--every 4 --algorithm topka --keep-owed 0.25 --mean-over all",
-    "every 4, over all, each in its turn": "--every 4 --mean-over all",
 }
 
 

@@ -113,7 +113,7 @@ class BenchTarget:
 
     def _known(self, sweep: Sweep) -> Results | None:
         """What the page already has of this sweep."""
-        from oktopk.bench.target.results import known_results
+        from oktopk.bench.target.results import known_results, outdated, read_target
 
         if self.docs is None:
             return None
@@ -122,6 +122,9 @@ class BenchTarget:
         if known:
             text = f"{len(known.trained)} trainings and {len(known.costs)} timings are known from {path}."
             console().print(text, markup=False, soft_wrap=True)
+            for name in outdated(read_target(path), sweep):
+                text = f"{name}: trained by another recipe than today's, and so once more."
+                console().print(text, markup=False, soft_wrap=True)
         elif path.is_file():
             raise ConfigError(
                 f"{path} has the results of another sweep, with other --evaluations or --measured, which would be "

@@ -69,6 +69,7 @@ class Contender:
     attach: Callable[[Setting], Participant]
     every: int = 1  # what `oktopk train --every` is told
     overlap: bool = False  # and whether --overlap
+    is_ours: bool = False  # it follows the recipe in what it sends, too
 
 
 def require_contenders(names: Sequence[str]) -> None:
@@ -191,7 +192,7 @@ def _ours(every: int = 1, overlap: bool = False) -> Contender:
     def schedule(recipe: Recipe, steps: int) -> Schedule:
         return Schedule(every=every, levels=recipe.keep_owed is not None and recipe.keep_owed < 1)
 
-    return Contender(how, "updates", schedule, _updates, every, overlap)
+    return Contender(how, "updates", schedule, _updates, every, overlap, is_ours=True)
 
 
 CONTENDERS: dict[str, Contender] = {
@@ -199,7 +200,13 @@ CONTENDERS: dict[str, Contender] = {
     "ddp bf16": _gradients("DDP, torch's bfloat16 hook", _always, partial(_ddp, hook=bf16_hook)),
     "powersgd 1": _gradients("torch's hook, rank 1, a tenth dense", _after_a_tenth, partial(_powersgd, rank=1)),
     "powersgd 4": _gradients("torch's hook, rank 4, a tenth dense", _after_a_tenth, partial(_powersgd, rank=4)),
-    "register": _gradients("`oktopk.register(ddp)`, density and dense start of the recipe", _after_warmup, _register),
+    "register": Contender(
+        "`oktopk.register(ddp)`, density and dense start of the recipe",
+        "gradients",
+        _after_warmup,
+        _register,
+        is_ours=True,
+    ),
     "diloco": _local("dense mean every 20 steps, outer Nesterov 0.7 / 0.9", 20, "diloco"),
     "diloco plain": _local("dense mean every 20 steps, no outer step", 20, "diloco", {"rate": 1.0, "momentum": 0.0}),
     "sparseloco": _local("64 of every 4,096 in 2 bits, every 15 steps, decay 0.95", 15, "sparseloco"),

@@ -115,7 +115,7 @@ class Training:
     def is_finished(self) -> bool:
         if not (self.path / "summary.json").is_file():
             return False
-        _require_same(self.path, RunDirectory.open(self.path).config["asked"], asdict(self.job))
+        _require_same(self.path, RunDirectory.open(self.path).config["asked"], self.job.asked)
         return True
 
     def make(self, say: Say) -> None:
@@ -225,7 +225,7 @@ class Timing:
 
     def _asked(self, job: Job) -> dict[str, Any]:
         """What step times depend on: not the seed, nor how often quality is looked at."""
-        return asdict(replace(job, seed=0, evaluations=1)) | {"seconds": self.seconds, "rounds": ROUNDS}
+        return replace(job, seed=0, evaluations=1).asked | {"seconds": self.seconds, "rounds": ROUNDS}
 
     def _dense_steps(self) -> int:
         """As many as fit into the time, of those that stand before others."""

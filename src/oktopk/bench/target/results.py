@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from oktopk.bench.host import describe_machine
-from oktopk.bench.target.contenders import DENSE_NAME
+from oktopk.bench.target.contenders import CONTENDERS, DENSE_NAME
 from oktopk.bench.target.pieces import TIMINGS, Piece, Sweep, Timing, Training, pieces
 from oktopk.bench.target.replay import (
     Costs,
@@ -50,6 +50,7 @@ class Results:
     costs: tuple[Costs, ...]
     measured: tuple[Measured, ...]  # whole trainings across the network
     is_measured: bool  # they are what counts; else they are there to compare a replay with
+    methods: Mapping[str, str] = field(default_factory=dict)  # how each contender was trained, by contender and hosts
 
     @property
     def name(self) -> str:
@@ -125,6 +126,18 @@ class Results:
             machines={name: machine for name, machine in self.machines.items() if name not in tables},
         )  # fmt: skip
 
+    def without_contenders(self, names: Collection[str]) -> Results:
+        """The same, with nothing of these, named as in `methods`."""
+
+        def stays(one: Trained | Costs | Measured) -> bool:
+            return _method_name(one.contender, one.hosts) not in names
+
+        return replace(
+            self, trained=tuple(filter(stays, self.trained)), costs=tuple(filter(stays, self.costs)),
+            measured=tuple(filter(stays, self.measured)),
+            methods={name: method for name, method in self.methods.items() if name not in names},
+        )  # fmt: skip
+
     def costs_of(self, contender: str, hosts: int, network: str) -> Costs | None:
         wanted = (contender, hosts, network)
         return next((one for one in self.costs if (one.contender, one.hosts, one.network) == wanted), None)
@@ -167,11 +180,23 @@ def known_results(path: Path, sweep: Sweep) -> Results | None:
     found = read_target(path)
     if found.asked != sweep.asked or found.is_measured != sweep.measured:
         return None
+    found = found.without_contenders(outdated(found, sweep))
     if sweep.measured:
         return found
     if found.seconds != sweep.seconds:
         return replace(found, costs=(), measured=(), machines={})
     return found.without(_timed_elsewhere(found, sweep))
+
+
+def outdated(found: Results, sweep: Sweep) -> list[str]:
+    """Who is trained in another way today than when this was found."""
+    ran = [(name, hosts) for hosts in found.hosts for name in found.contenders(hosts) if name in CONTENDERS]
+    today = {_method_name(*who): sweep.job(*who).method for who in ran}
+    return [name for name, method in found.methods.items() if today.get(name, method) != method]
+
+
+def _method_name(contender: str, hosts: int) -> str:
+    return f"{contender}, {hosts} hosts"
 
 
 def _timed_elsewhere(found: Results, sweep: Sweep) -> set[str]:
@@ -201,6 +226,7 @@ def collect(sweep: Sweep, target: float | None, command: str, known: Results | N
         tuple(piece.trained() for piece in trainings if piece.network is None),
         tuple(costs for piece in wanted if isinstance(piece, Timing) for costs in piece.costs()),
         tuple(piece.crossing() for piece in trainings if piece.network is not None), sweep.measured,
+        {_method_name(piece.job.contender, piece.job.hosts): piece.job.method for piece in trainings},
     )  # fmt: skip
     tables = {table_name(one.hosts, one.network) for one in made.costs}
     tables |= {table_name(one.hosts, one.network) for one in made.measured}
@@ -218,6 +244,7 @@ def _joined(known: Results, made: Results) -> Results:
         trained=_union(known.trained, made.trained, _who),
         costs=_union(known.costs, made.costs, lambda one: (one.contender, one.hosts, one.network)),
         measured=_union(known.measured, made.measured, lambda one: (_who(one), one.network)),
+        methods={**known.methods, **made.methods},
     )
 
 

@@ -29,12 +29,13 @@ from oktopk.training.evaluation import validate
 from oktopk.training.learning_rate import learning_rate
 from oktopk.training.randomness import seed_all, seed_rank
 from oktopk.training.run_directory import STEPS, RunDirectory
-from oktopk.training.workload import make_workload
+from oktopk.training.workload import make_workload, preset_recipe
 from oktopk.training.world import World
 from oktopk.transport.torch_dist import TorchTransport
 from oktopk.workloads.base import Recipe, Workload
 
 EVALUATIONS = "evaluations.jsonl"
+_ONLY_OURS = ("density", "warmup_steps", "reduce", "algorithm", "wire", "keep_owed", "mean_over")  # of a recipe
 BRIEF_CYCLE = 12  # steps from exchange to exchange while they are timed: few exchanges, many of those between
 NEWS_SECONDS = 0.5  # between two words on how far it is
 
@@ -65,6 +66,18 @@ class Job:
     def recipe(self, base: Recipe) -> Recipe:
         """The preset's, with what was said. The rate is dense's: from it the rate of updates follows."""
         return self.config.recipe(base if self.lr is None else replace(base, lr=self.lr), self.hosts)
+
+    @property
+    def method(self) -> str:
+        """The recipe in words: what is kept of a training counts as long as it would be trained alike today."""
+        recipe = asdict(self.recipe(preset_recipe(self.workload, self.preset)))
+        unused = () if CONTENDERS[self.contender].is_ours else _ONLY_OURS
+        return ", ".join(f"{name} {value}" for name, value in recipe.items() if name not in unused)
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """What a finished piece must have been made with."""
+        return asdict(self) | {"method": self.method}
 
 
 def said_words(asked: Mapping[str, Any]) -> list[str]:
@@ -206,7 +219,7 @@ class _Run:
         self._directory = RunDirectory(path)
         if context.rank == 0:
             described = {
-                "asked": asdict(job), "network": network, "metric": self._metric.name,
+                "asked": job.asked, "network": network, "metric": self._metric.name,
                 "lower_is_better": self._metric.lower_is_better, "preset": training.workload.preset,
                 "parameters": training.parameters, "steps": training.steps, "lr": training.recipe.lr,
                 "schedule": asdict(training.schedule), "torch": torch.__version__,
