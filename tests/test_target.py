@@ -530,6 +530,7 @@ def test_times_of_another_machine_are_taken_again_but_trainings_are_kept(tmp_pat
     write_target(tmp_path / "a.json", elsewhere)
     assert known_results(tmp_path / "a.json", sweep()) == elsewhere, "nobody is missing in its tables"
     joined = sweep(contenders=("ddp dense", "updates", "diloco"), networks=NETWORKS[:1])
+    assert known_results(tmp_path / "a.json", joined, ["trainings"]) == elsewhere, "nobody is timed in this call"
     found = known_results(tmp_path / "a.json", joined)
     assert found is not None and found.trained == known.trained
     assert (

@@ -118,7 +118,7 @@ class BenchTarget:
         if self.docs is None:
             return None
         path = self._file(self.docs, sweep)
-        known = known_results(path, sweep)
+        known = known_results(path, sweep, self.parts)
         if known:
             text = f"{len(known.trained)} trainings and {len(known.costs)} timings are known from {path}."
             console().print(text, markup=False, soft_wrap=True)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from oktopk.bench.host import describe_machine
 from oktopk.bench.target.contenders import CONTENDERS, DENSE_NAME
-from oktopk.bench.target.pieces import TIMINGS, Piece, Sweep, Timing, Training, pieces
+from oktopk.bench.target.pieces import PARTS, TIMINGS, Piece, Sweep, Timing, Training, pieces
 from oktopk.bench.target.replay import (
     Costs,
     Goal,
@@ -170,10 +170,10 @@ def result_name(preset: str, asked: Mapping[str, Any]) -> str:
     return "-".join(["target", asked["workload"], preset, *said_words(asked)])
 
 
-def known_results(path: Path, sweep: Sweep) -> Results | None:
-    """What of an earlier sweep in that file counts for this one.
+def known_results(path: Path, sweep: Sweep, parts: Collection[str] = PARTS) -> Results | None:
+    """What of an earlier sweep in that file counts for this one, of which these parts are going to be made.
 
-    Times of a table only if nobody is missing in it or this is the machine that took them: contenders are compared.
+    Times of a table that others are to join only if this is the machine that took them: contenders are compared.
     """
     if not path.is_file():
         return None
@@ -185,7 +185,7 @@ def known_results(path: Path, sweep: Sweep) -> Results | None:
         return found
     if found.seconds != sweep.seconds:
         return replace(found, costs=(), measured=(), machines={})
-    return found.without(_timed_elsewhere(found, sweep))
+    return found.without(_timed_elsewhere(found, sweep)) if TIMINGS in parts else found
 
 
 def outdated(found: Results, sweep: Sweep) -> list[str]:
