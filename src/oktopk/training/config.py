@@ -154,7 +154,9 @@ class TrainConfig:
         """
         reduce = self.reduced(base)
         self._check_reduce(reduce)
-        base = self._for_updates(base, steppers) if reduce == "updates" else replace(base, reduce=reduce)
+        base = (
+            self._for_updates(base, steppers) if reduce == "updates" else replace(base, reduce=reduce, mean_over=None)
+        )
         said = {f.name: getattr(self, f.name) for f in fields(Recipe) if getattr(self, f.name) is not None}
         if said.get("norm_clip") == 0:
             said["norm_clip"] = None
