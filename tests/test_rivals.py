@@ -10,7 +10,7 @@ import torch
 from torch import Size, Tensor
 
 from oktopk.bench.rivals import RIVALS, Ablation, DiLoCo, SparseLoCo, Sparta, SpartaDiLoCo
-from oktopk.bench.rivals.sparseloco import blocks_of, message_bytes, pack, pack_bits, quantize, unpack, unpack_bits
+from oktopk.bench.rivals.sparseloco import Blocks, blocks_of, pack_bits, quantize, unpack_bits
 from oktopk.bench.rivals.training import require_rival, train_rival
 from oktopk.cli import main
 from oktopk.errors import ConfigError
@@ -209,21 +209,29 @@ def test_sparseloco_spends_14_bits_on_an_entry() -> None:
     assert run_world(2, work) == [2 * codebook + bits // 8] * 2
 
 
-@pytest.mark.parametrize("kept", [3, 12])
+@pytest.mark.parametrize("kept", [3, 12, 40])
 def test_a_message_comes_back_as_it_was_packed(kept: int) -> None:
-    blocks = torch.randn(5, 12, generator=torch.Generator().manual_seed(1))
-    message = pack(blocks, kept)
-    assert len(message) == message_bytes(blocks, kept)
-    places, values = unpack(message, blocks.shape, kept)
-    chosen = blocks.gather(1, places)
-    assert chosen.abs().min() >= blocks.abs().flatten().sort(descending=True).values[-1]
-    codes, codebook = quantize(chosen)
-    torch.testing.assert_close(values, codebook[codes], rtol=0, atol=0)
-    torch.testing.assert_close(values, published_quantization(chosen), rtol=1e-5, atol=1e-6)
+    """A matrix whose blocks have 12 entries, a vector of 5, and another such matrix."""
+    shapes = [Size([8, 6]), Size([5]), Size([4, 9])]
+    vector = torch.randn(89, generator=torch.Generator().manual_seed(1))
+    blocks = Blocks(shapes, 4, kept)
+    message, sent = blocks.pack(vector)
+    assert len(message) == len(blocks.pack(2 * vector)[0]), "ranks need not tell each other how much comes"
+    back = blocks.unpack(message)
+    assert torch.equal(back.places, sent.places) and torch.equal(back.values, sent.values)
+    start = 0
+    for shape in shapes:
+        inside = (sent.places >= start) & (sent.places < start + shape.numel())
+        chosen = vector[sent.places[inside]]
+        torch.testing.assert_close(sent.values[inside], published_quantization(chosen), rtol=1e-5, atol=1e-6)
+        for block in blocks_of(shape, 4) + start:
+            those = vector[block[torch.isin(block, sent.places)]].abs()
+            assert torch.equal(those.sort().values, vector[block].abs().sort().values[-kept:])
+        start += shape.numel()
 
 
 def test_equal_values_have_no_spread_to_divide_by() -> None:
-    codes, codebook = quantize(torch.full((7,), 0.5))
+    codes, codebook = quantize(torch.full((7,), 0.5), torch.zeros(7, dtype=torch.int64), 1)
     assert codebook[codes].tolist() == [0.5] * 7
 
 

@@ -103,8 +103,12 @@ def test_updates_every_4_steps_forget_what_is_owed_under_adamw_only() -> None:
 
 
 def test_a_training_is_looked_at_evenly_and_at_its_end() -> None:
-    assert sorted(evaluation_steps(100, 4)) == [25, 50, 75, 100]
-    assert sorted(evaluation_steps(3, 20)) == [1, 2, 3]
+    assert sorted(evaluation_steps(100, 4, Schedule())) == [25, 50, 75, 100]
+    assert sorted(evaluation_steps(3, 20, Schedule())) == [1, 2, 3]
+    assert sorted(evaluation_steps(102, 4, Schedule(every=4, levels=True))) == [24, 52, 76, 102], (
+        "where ranks are level"
+    )
+    assert sorted(evaluation_steps(100, 20, Schedule(every=50, levels=True)))[:9] == [5, 10, 15, 20, 25, 30, 35, 40, 45]
 
 
 # -- what steps take -------------------------------------------------------------------------------------------------
@@ -505,7 +509,7 @@ def test_results_of_another_sweep_are_not_written_over(tmp_path: Path) -> None:
     docs = tmp_path / "docs"
     write_target(docs / "bench" / "target-gpt-tiny.json", results_of(tmp_path))
     one = BenchTarget("gpt", preset="tiny", evaluations=7, parts=("trainings",), runs=tmp_path / "new", docs=docs)
-    with pytest.raises(ConfigError, match="another --docs, or delete it"):
+    with pytest.raises(ConfigError, match=r"evaluations \d+ and not 7.*another --docs, or delete it"):
         one()
     assert not (tmp_path / "new").exists()
 
@@ -563,8 +567,21 @@ def test_who_is_trained_in_another_way_today_is_trained_again(tmp_path: Path) ->
     found = known_results(file, sweep())
     assert found is not None
     assert {one.contender for one in (*found.trained, *found.costs, *found.measured)} == {"ddp dense"}
-    write_target(file, replace(known, methods={}))  # as earlier versions wrote it
-    assert known_results(file, sweep()) == replace(known, methods={})
+    dense = sweep(contenders=("ddp dense",), checked=())
+    assert known_results(file, dense) == read_target(file), "who is not trained now stays"
+    assert known_results(file, sweep(), ["timings", "measured"]) == read_target(file)
+    write_target(file, replace(known, methods={}))
+    found = known_results(file, sweep())
+    assert found is not None and not found.trained, "nobody knows how it was trained"
+
+
+def test_a_run_that_another_recipe_made_is_made_again(tmp_path: Path) -> None:
+    piece = Training(tmp_path, Job("gpt", "updates", 2, preset="tiny", evaluations=4))
+    write_run(piece, [(0, 9.0), (4, 5.0)])
+    assert piece.is_finished()
+    config = read_json(piece.path / "config.json")
+    write_json(piece.path / "config.json", {**config, "asked": {**config["asked"], "method": "as it was"}})
+    assert not piece.is_finished()
 
 
 def test_the_command_makes_what_was_known_too(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """Settings of local steps on the workloads that are not the small decoder: how often, how many, how finely, which.
 
-Trains whatever is not in docs/bench/updates-elsewhere.jsonl yet, and prints two tables of docs/results.md: settings
-(one seed, two workers), whose dense and default rows are those of docs/bench/target-*.json, with the same recipes; and
-under SGD, three seeds, what means over those who sent an entry do, also with as few bytes as SparseLoCo sends.
+Trains whatever is not in docs/bench/updates-elsewhere.jsonl yet, and prints three tables of docs/results.md: settings
+(one seed, two workers), whose dense and default rows are those of docs/bench/target-*.json, with the same recipes; and,
+three seeds each, who sends as few bytes as SparseLoCo every 4 steps, and what means over those who sent an entry do.
 
 python docs/figures/updates_elsewhere.py [AN4_FOLDER]    # without a folder nothing is trained
 """
@@ -10,7 +10,9 @@ python docs/figures/updates_elsewhere.py [AN4_FOLDER]    # without a folder noth
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 from tempfile import TemporaryDirectory
@@ -44,16 +46,41 @@ SETTINGS = {
     "every 4, in turn": "--every 4 --keep-owed 1",
     "every 4, a quarter kept, the largest 0.06": "--every 4 --keep-owed 0.25",
 }
-# Under SGD: workload, workers, rate, and the sweep that has the same recipe.
-RECIPES = {
-    ("ptb", 4, 40.0): "target-ptb-small-lr-40", ("ptb", 2, 20.0): "target-ptb-small",
-    ("vision", 4, 0.48): "target-vision-small-lr-0.48", ("vision", 2, 0.24): "target-vision-small-lr-0.24",
-}  # fmt: skip
-KNOWN_UNDER_SGD = {"dense": "ddp dense", "SparseLoCo every 4": "sparseloco 4", "every 4 (default)": "updates 4"}
-UNDER_SGD = {
-    "every 4, the largest 0.03": "--every 4 --density 0.03",
-    "every 4, over all instead of senders": "--every 4 --algorithm topka --keep-owed 0.25 --mean-over all",
-}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How everyone is trained in one comparison."""
+
+    workload: str
+    workers: int
+    sweep: str  # in docs/bench/, with the same recipe
+    rate: float | None = None  # of dense; None: the preset's
+    frugal: str = "--every 4 --density 0.028"  # what sends as few bytes as SparseLoCo every 4 steps
+
+    @property
+    def name(self) -> str:
+        return f"{self.workload}, {self.workers} workers" + (f", rate {self.rate:g}" if self.rate else "")
+
+    def command(self, flags: str, seed: int) -> list[str]:
+        common = ["--preset", "small", "--workers", str(self.workers), "--reduce", "updates", "--seed", str(seed)]
+        rate = ["--lr", str(self.rate)] if self.rate else []
+        return ["oktopk", "train", self.workload, *common, *WORKLOADS[self.workload], *rate, *flags.split()]
+
+
+UNDER_SGD = (
+    Recipe("ptb", 2, "target-ptb-small", 20.0), Recipe("ptb", 4, "target-ptb-small-lr-40", 40.0),
+    Recipe("vision", 2, "target-vision-small-lr-0.24", 0.24), Recipe("vision", 4, "target-vision-small-lr-0.48", 0.48),
+)  # fmt: skip
+COMPARED = (
+    Recipe("speech", 2, SWEEPS["speech"], frugal="--every 4 --density 0.09"),
+    Recipe("speech", 4, SWEEPS["speech"], frugal="--every 4 --density 0.18"),
+    Recipe("bert", 2, SWEEPS["bert"], frugal="--every 4 --density 0.14"),
+    Recipe("bert", 4, SWEEPS["bert"], frugal="--every 4 --density 0.22"),
+    *UNDER_SGD,
+)  # fmt: skip
+RIVAL = {"dense": "ddp dense", "SparseLoCo every 4": "sparseloco 4", "every 4 (default)": "updates 4"}
+OVER_ALL = "--every 4 --algorithm topka --keep-owed 0.25 --mean-over all"
 
 
 def main(an4: Path | None) -> None:
@@ -63,13 +90,15 @@ def main(an4: Path | None) -> None:
     rows = [{"setting": name, **{w: known_cell(w, contender) for w in WORKLOADS}} for name, contender in KNOWN.items()]
     rows += [{"setting": name, **{w: cell(w, flags, kept) for w in WORKLOADS}} for name, flags in SETTINGS.items()]
     print("\n".join(markdown_table([row for row in rows if any(row[workload] for workload in WORKLOADS)])))
-    print("\n".join(markdown_table([sgd_row(*recipe, kept) for recipe in RECIPES])))
+    print("\n".join(markdown_table([row_of(one, {"with as few bytes": one.frugal}, kept) for one in COMPARED])))
+    print("\n".join(markdown_table([row_of(one, {"every 4, over all": OVER_ALL}, kept) for one in UNDER_SGD])))
 
 
 def make_all(an4: Path) -> None:
     with TemporaryDirectory() as scratch, ThreadPoolExecutor(AT_ONCE) as pool:
         known = [row["command"] for row in read_rows(KEPT)]
-        wanted = [sgd_command(*one, flags, seed) for seed in SEEDS for flags in UNDER_SGD.values() for one in RECIPES]
+        wanted = [one.command(one.frugal, seed) for seed in SEEDS for one in COMPARED]
+        wanted += [one.command(OVER_ALL, seed) for seed in SEEDS for one in UNDER_SGD]
         wanted += [command(workload, flags) for flags in SETTINGS.values() for workload in WORKLOADS]
         missing = [one for one in wanted if one not in known]
         for row in pool.map(lambda one: make(one, an4, Path(scratch)), missing):
@@ -80,11 +109,6 @@ def make_all(an4: Path) -> None:
 def command(workload: str, flags: str) -> list[str]:
     common = ["--preset", "small", "--workers", "2", "--reduce", "updates", "--seed", str(SEED)]
     return ["oktopk", "train", workload, *common, *WORKLOADS[workload], *flags.split()]
-
-
-def sgd_command(workload: str, workers: int, rate: float, flags: str, seed: int) -> list[str]:
-    common = ["--preset", "small", "--workers", str(workers), "--reduce", "updates", "--seed", str(seed)]
-    return ["oktopk", "train", workload, *common, "--lr", str(rate), *flags.split()]
 
 
 def make(command: list[str], an4: Path, scratch: Path) -> dict[str, Any]:
@@ -112,17 +136,18 @@ def cell(workload: str, flags: str, kept: list[dict[str, Any]]) -> str:
     return f"{found[0]['quality']:.4g} ({found[0]['dense'] / found[0]['sent']:.3g}x)" if found else ""
 
 
-def sgd_row(workload: str, workers: int, rate: float, kept: list[dict[str, Any]]) -> dict[str, Any]:
-    path = DOCS / "bench" / f"{RECIPES[workload, workers, rate]}.json"
+def row_of(recipe: Recipe, trained: Mapping[str, str], kept: list[dict[str, Any]]) -> dict[str, Any]:
+    """Those of the sweep, and others by name and flags."""
+    path = DOCS / "bench" / f"{recipe.sweep}.json"
     sweep = read_target(path) if path.is_file() else None
     return {
-        "workload": f"{workload}, {workers} workers, rate {rate:g}",
-        **{name: known_sgd_cell(who, workers, sweep) for name, who in KNOWN_UNDER_SGD.items()},
-        **{name: sgd_cell(workload, workers, rate, flags, kept) for name, flags in UNDER_SGD.items()},
+        "training": recipe.name,
+        **{name: known_cell_of(who, recipe.workers, sweep) for name, who in RIVAL.items()},
+        **{name: trained_cell(recipe, flags, kept) for name, flags in trained.items()},
     }
 
 
-def known_sgd_cell(contender: str, workers: int, sweep: Results | None) -> str:
+def known_cell_of(contender: str, workers: int, sweep: Results | None) -> str:
     """Of a sweep; bytes are those of an interface, headers included."""
     runs, dense = (sweep.runs(who, workers, NETWORK) if sweep else {} for who in (contender, "ddp dense"))
     if len(runs) < len(SEEDS):
@@ -130,8 +155,8 @@ def known_sgd_cell(contender: str, workers: int, sweep: Results | None) -> str:
     return quality_text([run[-1].quality for run in runs.values()], dense[SEED][-1].bytes / runs[SEED][-1].bytes)
 
 
-def sgd_cell(workload: str, workers: int, rate: float, flags: str, kept: list[dict[str, Any]]) -> str:
-    commands = [sgd_command(workload, workers, rate, flags, seed) for seed in SEEDS]
+def trained_cell(recipe: Recipe, flags: str, kept: list[dict[str, Any]]) -> str:
+    commands = [recipe.command(flags, seed) for seed in SEEDS]
     found = [row for row in kept if row["command"] in commands]
     if len(found) < len(SEEDS):
         return ""

@@ -123,12 +123,21 @@ class BenchTarget:
             text = f"{len(known.trained)} trainings and {len(known.costs)} timings are known from {path}."
             console().print(text, markup=False, soft_wrap=True)
             for name in outdated(read_target(path), sweep):
-                text = f"{name}: trained by another recipe than today's, and so once more."
+                then = ", and so once more" if name not in known.names else ": not asked for now, it stays as it was"
+                text = f"{name}: trained by another recipe than today's{then}."
                 console().print(text, markup=False, soft_wrap=True)
         elif path.is_file():
+            other = read_target(path)
+            there = {**other.asked, "measured": other.is_measured}
+            here = {**sweep.asked, "measured": sweep.measured}
+            unlike = [
+                f"{name} {there.get(name)!r} and not {value!r}"
+                for name, value in here.items()
+                if there.get(name) != value
+            ]
             raise ConfigError(
-                f"{path} has the results of another sweep, with other --evaluations or --measured, which would be "
-                "lost: give another --docs, or delete it."
+                f"{path} has the results of another sweep ({', '.join(unlike)}), which would be lost: ask for the same,"
+                " give another --docs, or delete it."
             )
         return known
 

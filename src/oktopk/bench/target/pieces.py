@@ -115,8 +115,7 @@ class Training:
     def is_finished(self) -> bool:
         if not (self.path / "summary.json").is_file():
             return False
-        _require_same(self.path, RunDirectory.open(self.path).config["asked"], self.job.asked)
-        return True
+        return _is_of_today(self.path, RunDirectory.open(self.path).config["asked"], self.job.asked)
 
     def make(self, say: Say) -> None:
         shutil.rmtree(self.path, ignore_errors=True)  # what an interrupted call left: a training is minutes
@@ -220,8 +219,7 @@ class Timing:
         path = self.path(job)
         if not path.is_file():
             return False
-        _require_same(path, read_json(path)["asked"], self._asked(job))
-        return True
+        return _is_of_today(path, read_json(path)["asked"], self._asked(job))
 
     def _asked(self, job: Job) -> dict[str, Any]:
         """What step times depend on: not the seed, nor how often quality is looked at."""
@@ -306,7 +304,10 @@ def _which(job: Job) -> list[str]:
     return [job.workload, *preset, *said_words(asdict(job)), f"{job.hosts}hosts"]
 
 
-def _require_same(path: Path, found: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
-    unlike = [f"{name} {found.get(name)!r} and not {asked[name]!r}" for name in asked if found.get(name) != asked[name]]
+def _is_of_today(path: Path, found: Mapping[str, Any], asked: Mapping[str, Any]) -> bool:
+    """Whether a piece was made as it would be made today; of another sweep, it is refused."""
+    unlike = [name for name in asked if name != "method" and found.get(name) != asked[name]]
     if unlike:
-        raise ConfigError(f"{path} was made with {', '.join(unlike)}: give another --runs, or delete it.")
+        told = ", ".join(f"{name} {found.get(name)!r} and not {asked[name]!r}" for name in unlike)
+        raise ConfigError(f"{path} was made with {told}: give another --runs, or delete it.")
+    return bool(found.get("method") == asked["method"])

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from oktopk.bench.host import describe_machine
 from oktopk.bench.target.contenders import CONTENDERS, DENSE_NAME
-from oktopk.bench.target.pieces import PARTS, TIMINGS, Piece, Sweep, Timing, Training, pieces
+from oktopk.bench.target.pieces import MEASURED, PARTS, TIMINGS, TRAININGS, Piece, Sweep, Timing, Training, pieces
 from oktopk.bench.target.replay import (
     Costs,
     Goal,
@@ -63,6 +63,11 @@ class Results:
 
     def contenders(self, hosts: int) -> list[str]:
         return list(dict.fromkeys(name for name, there, _ in self._ran() if there == hosts))
+
+    @property
+    def names(self) -> set[str]:
+        """Of contenders with their hosts, as in `methods`."""
+        return {_method_name(name, hosts) for name, hosts, _ in self._ran()}
 
     def _ran(self) -> list[tuple[str, int, int]]:
         return [_who(one) for one in self.trained] + [_who(one) for one in self.measured]
@@ -173,6 +178,7 @@ def result_name(preset: str, asked: Mapping[str, Any]) -> str:
 def known_results(path: Path, sweep: Sweep, parts: Collection[str] = PARTS) -> Results | None:
     """What of an earlier sweep in that file counts for this one, of which these parts are going to be made.
 
+    Who is trained in another way today goes only if this sweep trains it again.
     Times of a table that others are to join only if this is the machine that took them: contenders are compared.
     """
     if not path.is_file():
@@ -180,7 +186,8 @@ def known_results(path: Path, sweep: Sweep, parts: Collection[str] = PARTS) -> R
     found = read_target(path)
     if found.asked != sweep.asked or found.is_measured != sweep.measured:
         return None
-    found = found.without_contenders(outdated(found, sweep))
+    if (MEASURED if sweep.measured else TRAININGS) in parts:
+        found = found.without_contenders([name for name in outdated(found, sweep) if name in _made_by(sweep)])
     if sweep.measured:
         return found
     if found.seconds != sweep.seconds:
@@ -189,10 +196,14 @@ def known_results(path: Path, sweep: Sweep, parts: Collection[str] = PARTS) -> R
 
 
 def outdated(found: Results, sweep: Sweep) -> list[str]:
-    """Who is trained in another way today than when this was found."""
+    """Who is trained in another way today than when this was found, or in a way that was not written down then."""
     ran = [(name, hosts) for hosts in found.hosts for name in found.contenders(hosts) if name in CONTENDERS]
     today = {_method_name(*who): sweep.job(*who).method for who in ran}
-    return [name for name, method in found.methods.items() if today.get(name, method) != method]
+    return [name for name, method in today.items() if found.methods.get(name) != method]
+
+
+def _made_by(sweep: Sweep) -> set[str]:
+    return {_method_name(contender, hosts) for contender in sweep.contenders for hosts in sweep.hosts}
 
 
 def _method_name(contender: str, hosts: int) -> str:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from oktopk.bench.rank import RankContext
 from oktopk.bench.target.contenders import CONTENDERS, Participant, Setting
-from oktopk.bench.target.schedule import FINAL
+from oktopk.bench.target.schedule import FINAL, Schedule
 from oktopk.bench.training_step import take_step
 from oktopk.errors import NonFiniteError
 from oktopk.training.config import TrainConfig
@@ -69,10 +69,11 @@ class Job:
 
     @property
     def method(self) -> str:
-        """The recipe in words: what is kept of a training counts as long as it would be trained alike today."""
+        """Contender and recipe in words: what is kept of a training counts while it would be trained alike today."""
+        contender = CONTENDERS[self.contender]
         recipe = asdict(self.recipe(preset_recipe(self.workload, self.preset)))
-        unused = () if CONTENDERS[self.contender].is_ours else _ONLY_OURS
-        return ", ".join(f"{name} {value}" for name, value in recipe.items() if name not in unused)
+        unused = () if contender.is_ours else _ONLY_OURS
+        return ", ".join([contender.how, *(f"{name} {value}" for name, value in recipe.items() if name not in unused)])
 
     @property
     def asked(self) -> dict[str, Any]:
@@ -190,7 +191,7 @@ def train(context: RankContext, job: Mapping[str, Any], directory: str, network:
     training = Training(asked, context, is_counted=bool(network))
     run = _Run(training, asked, Path(directory), network, context)
     run.evaluate()
-    places = evaluation_steps(training.steps, asked.evaluations)
+    places = evaluation_steps(training.steps, asked.evaluations, training.schedule)
     try:
         while training.done < training.steps and not run.diverged:
             run.note(training.step())
@@ -202,9 +203,16 @@ def train(context: RankContext, job: Mapping[str, Any], directory: str, network:
     training.close()
 
 
-def evaluation_steps(steps: int, evaluations: int) -> set[int]:
-    """After which steps quality is looked at: evenly, and at the end."""
-    return {max(1, round(steps * n / evaluations)) for n in range(1, evaluations + 1)}
+def evaluation_steps(steps: int, evaluations: int, schedule: Schedule) -> set[int]:
+    """After which steps quality is looked at: about evenly, where a training could end for nothing, and at the end."""
+    reach = min(schedule.cycle, steps // (2 * evaluations))
+
+    def near(step: int) -> int:
+        around = range(max(1, step - reach), min(steps, step + reach) + 1)
+        return min(filter(schedule.is_level, around), key=lambda other: abs(other - step), default=step)
+
+    even = [max(1, round(steps * n / evaluations)) for n in range(1, evaluations + 1)]
+    return {*map(near, even[:-1]), steps}
 
 
 class _Run:
