@@ -616,3 +616,19 @@ def test_short_weights_do_not_drift_over_ten_thousand_steps(dtype: torch.dtype) 
     expected = world[0][0] - (world[0][2] + world[1][2]) / 2
     # float32 shared weights of a size of 1, moved about 500 times each: errors of 6e-8 add up like a random walk.
     torch.testing.assert_close(world[0][1], expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("odd", [{"overlap": True}, {"every": "auto"}])
+def test_ranks_that_synchronise_in_another_way_are_refused_before_data_moves(odd: dict[str, Any]) -> None:
+    def work(transport: ThreadTransport) -> bool:
+        model = model_of()
+        optimizer = sgd(model)
+        options: Any = odd if transport.rank else {}
+        with oktopk.local_steps(model, optimizer, 0.1, group=transport, hosts=None, **options) as handle:
+            before = shared_of(handle).clone()
+            with pytest.raises(MismatchError, match="configuration"):
+                for step in range(2):  # with overlap the next step has the error
+                    push(model, optimizer, transport.rank, step)
+            return torch.equal(shared_of(handle), before)
+
+    assert all(run_world(2, work))

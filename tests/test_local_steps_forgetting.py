@@ -216,6 +216,31 @@ def test_what_is_owed_outlives_other_worlds_and_other_ways_to_owe(
     torch.testing.assert_close(loaded, saved, rtol=0, atol=1e-6)  # shared weights are the same, rounded or not
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kept", [0.0, 0.25])
+def test_steps_of_an_unfinished_interval_are_not_lost_in_another_world(
+    kept: float, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Own weights hold them: they count when training ends there, however many ranks it ends with."""
+
+    def work(transport: ThreadTransport, load: bool) -> Tensor:
+        model = model_of().to(dtype)
+        optimizer = sgd(model)
+        with oktopk.local_steps(model, optimizer, 0.1, every=4, keep_owed=kept, group=transport, hosts=None) as handle:
+            if load:
+                oktopk.load(handle, tmp_path)
+            else:
+                for step in range(6):
+                    push(model, optimizer, 0, step)
+                oktopk.save(handle, tmp_path)
+            handle.finish()
+            return weights_of(model).double()
+
+    finished = run_world(2, lambda t: work(t, False))[0]
+    for again in run_world(3, lambda t: work(t, True)):
+        torch.testing.assert_close(again, finished, rtol=0, atol=1e-6 if dtype == torch.float32 else 4e-3)
+
+
 @pytest.mark.parametrize("kept", [0.0, 0.25])
 @pytest.mark.parametrize("is_finished", [False, True])
 def test_a_bad_step_leaves_the_shared_weights_and_what_is_owed_alone(kept: float, is_finished: bool) -> None:

@@ -399,3 +399,15 @@ def test_ranks_of_a_machine_are_one_worker_unless_reductions_overlap(
             return handle.workers
 
     assert run_world(4, work) == [expected] * 4
+
+
+def test_a_host_that_is_alone_owes_nobody_anything() -> None:
+    """As a rank that is alone: no entry is chosen, none waits, whatever was asked for."""
+
+    def work(transport: ThreadTransport) -> Seen:
+        return run(transport, 2, algorithm="topka", mean_over="senders", keep_owed=0.25, wire="codebook2")
+
+    for seen in run_world(2, work):
+        assert not seen.owed.any()
+        torch.testing.assert_close(seen.shared, seen.own.double(), rtol=0, atol=1e-6)
+        assert seen.changes.any() and not torch.equal(seen.start, seen.shared)

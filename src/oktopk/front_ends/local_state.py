@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ from torch.optim import Optimizer
 
 from oktopk.reduction.rank_states import RankStates, total
 from oktopk.types import Reduced, SparseVector
+
+_OfRank = Callable[[Mapping[str, Any], Mapping[str, Tensor]], dict[str, Tensor]]  # of its state and the shared weights
 
 
 def optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
@@ -75,11 +77,12 @@ def forgetting(saved: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _owed_in_all(saved: Mapping[str, Any], shared: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What own weights do not contain, and what they have changed since they were the shared ones."""
-    return {
-        name: part + (shared[name].to(own.dtype).to(part.dtype) - own.to(part.dtype)).view_as(part)
-        for name, part in saved["forgotten"].items()
-        for own in [saved["own"][name]]
-    }
+    return {name: part + _change(shared[name], saved["own"][name]) for name, part in saved["forgotten"].items()}
+
+
+def _change(shared: Tensor, own: Tensor) -> Tensor:
+    """How far own weights are from what they would be if they were the shared ones, to the bits that they have."""
+    return (shared.to(own.dtype).to(shared.dtype) - own.to(shared.dtype)).view_as(shared)
 
 
 def _less(shared: Mapping[str, Tensor], owed: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -92,14 +95,14 @@ def inherit_same(states: RankStates) -> dict[str, Any]:
     return {**states.nearest, **shared, "weights": [_same_weights(part) for part in _vectors(states)]}
 
 
-def inherit(states: RankStates, by_senders: int = 0) -> dict[str, Any]:
+def inherit(states: RankStates, over_senders: Collection[int] = ()) -> dict[str, Any]:
     """A rank's state in a world of another size, but for its reducer: owed is shared out, optimizers are averaged.
 
-    Means of the first `by_senders` vectors are over those who sent an entry.
+    Means of some vectors, by number, are over those who sent an entry.
     """
     of_hosts = states.of_leaders().part("optimizers")
     optimizers = [_inherit_optimizer(of_hosts.part(index)) for index in range(len(states.leading["optimizers"]))]
-    weights = [_inherit_weights(part, index < by_senders) for index, part in enumerate(_vectors(states))]
+    weights = [_inherit_weights(part, index in over_senders) for index, part in enumerate(_vectors(states))]
     return {**states.first, "weights": weights, "optimizers": optimizers}
 
 
@@ -113,13 +116,25 @@ def _same_weights(states: RankStates) -> dict[str, Any]:
 
 
 def _inherit_weights(states: RankStates, is_over_senders: bool) -> dict[str, Any]:
-    """The weights of one vector on a rank of a world of another size: own = shared - owed, with nothing under way."""
+    """The weights of one vector on a rank of a world of another size, with nothing under way.
+
+    Own weights are the shared ones less what is owed, or where they forget it, less what they hold of it.
+    """
     shared, first = dict(states.first["shared"]), states.first
-    owed_before = [_owed_by_host(ranks, shared) for ranks in states.inherited]
-    owed = _mean_over_owing(owed_before) if is_over_senders else total(owed_before, states.scale_of_hosts)
+
+    def shared_out(of_rank: _OfRank) -> dict[str, Tensor]:
+        by_host = [_by_host(ranks, shared, of_rank) for ranks in states.inherited]
+        parts = _mean_over_owing(by_host) if is_over_senders else total(by_host, states.scale_of_hosts)
+        return {name: parts.get(name, torch.zeros_like(part)) for name, part in shared.items()}
+
+    owed, held = shared_out(_owed_after), shared_out(_held) if first.get("forgotten") else {}
     _pay(shared, first["arrived"].get("mean", {}))
-    owed = {name: owed.get(name, torch.zeros_like(part)) for name, part in shared.items()}
-    return {"own": _less(shared, owed, first["own"]), "owed": owed, "shared": shared, "arrived": {}}
+    inherited = {"shared": shared, "arrived": {}}
+    if not held:
+        return {**inherited, "own": _less(shared, owed, first["own"]), "owed": owed}
+    own = _less(shared, held, first["own"])
+    forgotten = {name: part - _change(shared[name], own[name]) for name, part in owed.items()}
+    return {**inherited, "own": own, "owed": {}, "forgotten": forgotten, "kept": 0.0}
 
 
 def _mean_over_owing(hosts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -128,10 +143,15 @@ def _mean_over_owing(hosts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]
     return {name: part / owing[name].clamp(min=1) for name, part in total(hosts, 1).items()}
 
 
-def _owed_by_host(ranks: Sequence[Mapping[str, Any]], shared: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _by_host(ranks: Sequence[Mapping[str, Any]], shared: Mapping[str, Tensor], of_rank: _OfRank) -> dict[str, Tensor]:
     """What a host owes: weights its first rank has for all, and of buffers every rank has its own."""
-    told = [_owed_after(state, shared) for state in ranks if state["own"]]
+    told = [of_rank(state, shared) for state in ranks if state["own"]]
     return total(told, 1 / max(1, len(told)))
+
+
+def _held(state: Mapping[str, Any], shared: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What own weights hold of what a rank owes."""
+    return {name: _change(shared[name], own) for name, own in state["own"].items()}
 
 
 def _owed_after(state: Mapping[str, Any], shared: Mapping[str, Tensor]) -> dict[str, Tensor]:

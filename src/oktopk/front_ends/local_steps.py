@@ -131,7 +131,8 @@ class LocalSteps:
         self._interval = interval(every, reducer)
         self._weights = SharedWeights(module, reducer)
         self._gradients = HostGradients(reducer, self._weights.trained, optimizers)
-        self._reductions = UpdateReductions(reducer, self._weights, self._gradients, optimizers, overlap)
+        terms = f" every {type(self._interval).__name__}, overlap {overlap}"
+        self._reductions = UpdateReductions(reducer, self._weights, self._gradients, optimizers, overlap, terms)
         self.step = 0  # optimizer steps so far
         self._since = 0  # of them after the last synchronisation
         self._due = self._interval.steps(0)
@@ -365,8 +366,10 @@ class LocalSteps:
         """This rank's state. In a world of another size what is owed is shared out, and optimizers are averaged."""
         if states.is_same_world:
             return inherit_same(states)
-        by_senders = len(self._weights.trained) if self.reducer.config.mean_over == "senders" else 0
-        return inherit(states, by_senders) | {"reducer": self.reducer.from_rank_states(states.part("reducer"))}
+        config = self.reducer.config
+        sizes = [vector.own().numel for vector in self._weights.trained] if config.mean_over == "senders" else []
+        over_senders = [index for index, numel in enumerate(sizes) if numel >= config.min_numel]
+        return inherit(states, over_senders) | {"reducer": self.reducer.from_rank_states(states.part("reducer"))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue exactly where the state was taken, in the middle of an interval too."""

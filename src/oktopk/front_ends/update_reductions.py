@@ -29,7 +29,9 @@ class UpdateReductions:
         gradients: HostGradients,
         optimizers: Sequence[Optimizer],
         overlap: bool,
+        terms: str,  # what else ranks must have in common
     ) -> None:
+        self._terms = terms
         self._reducer, self._weights, self._gradients, self._optimizers = reducer, weights, gradients, optimizers
         self._updates = weights.updates
         self._updates.deferred = overlap
@@ -52,7 +54,8 @@ class UpdateReductions:
         if dense or is_look_due(self.count):
             self._weights.find_moving()
         self._gradients.average_buffers_(self._weights.moving)
-        terms = describe(self._optimizers)
+        terms = describe(self._optimizers) + self._terms
+        dense |= len(self._reducer.hosts.ranks) == 1  # with nobody to send to, nothing is chosen and nothing is owed
         vectors = self._weights.moving if only_buffers else self._weights.vectors
         if not vectors:
             return

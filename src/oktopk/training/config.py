@@ -177,7 +177,7 @@ class TrainConfig:
         twice the rise of it."""
         optimizer = self.optimizer or base.optimizer
         keeps = base.keep_owed if self.keep_owed is None else self.keep_owed
-        is_usual = self.algorithm is None and self.keep_owed is None and is_rare(self.every, self.overlap)
+        is_usual = self.algorithm is None and optimizer == base.optimizer and is_rare(self.every, self.overlap)
         over = self.mean_over or (base.mean_over if is_usual else None)
         usual = usual_updates(optimizer, self.every, self.overlap, self.algorithm, keeps, over)
         base = replace(base, reduce="updates", warmup_steps=0, **asdict(usual))
