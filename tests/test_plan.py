@@ -274,10 +274,10 @@ def test_local_steps_end_with_one_dense_mean() -> None:
 def test_local_steps_are_recommended_where_they_win_and_dense_where_it_does() -> None:
     every = advise_updates(SLOW, MACHINE, "sgd").every
     assert recommend_training(SLOW, MACHINE, Length(1000, 300)).startswith(
-        f"1,000 steps: use local steps, oktopk.local_steps(model, optimizer, every={every}): "
+        f"1,000 steps under sgd: use local steps, oktopk.local_steps(model, optimizer, every={every}): "
     )
     fast = replace(SLOW, network=Network(4e12, 1e-6), ranks=2)
-    assert recommend_training(fast, MACHINE, Length(1000, 300)).startswith("1,000 steps: use dense: ")
+    assert recommend_training(fast, MACHINE, Length(1000, 300)).startswith("1,000 steps under sgd: use dense: ")
     # The mean that ends local steps is most of a training of one step.
     assert predict_trainings(SLOW, MACHINE, Length(1))[0].name != "local steps"
 
@@ -294,5 +294,9 @@ def test_the_plan_command_answers_for_a_whole_training(capsys: pytest.CaptureFix
     words = ["--numel", "1000000", "--network", "10mbit", "--steps", "500", "--warmup-steps", "50"]
     assert main(["plan", *words]) == 0
     out = capsys.readouterr().out
-    assert "500 steps: use local steps, oktopk.local_steps(" in out
+    for optimizer in ("sgd", "adamw", "lamb"):
+        assert f"500 steps under {optimizer}: use local steps, oktopk.local_steps(" in out
+    assert main(["plan", *words, "--optimizer", "adamw"]) == 0
+    out = capsys.readouterr().out
+    assert "under adamw: use local steps" in out and "under sgd" not in out
     assert "after 50 dense steps" in out

@@ -467,12 +467,15 @@ def test_the_page_has_a_table_for_every_network_with_its_command_and_what_is_mis
     assert text.count("`oktopk bench target gpt`") == 4  # two networks, bytes, measured beside replayed
     assert "| **updates** | reached | 4.75 s | 10 |" in text
     assert "- Trained, but not timed yet with 2 hosts at 1gbit: updates." in text
-    assert "- Seeds so far" not in text
+    assert "- Seeds so far" not in text and "Trained, and not timed" not in text
     assert "sparseloco" in text.partition("Not trained")[2]
     figures = {path.name for path in (tmp_path / "docs" / "img").iterdir()}
     assert figures == {f"target-gpt-tiny-2-{what}.svg" for what in ("10mbit", "1gbit", "bytes")}
     assert "-76.2%" in text  # 4.75 s replayed, 20 s as the run directory says
     assert "**more than 10%**" in text
+    write_target(tmp_path / "docs" / "bench" / "target-gpt-tiny.json", replace(results, costs=(), measured=()))
+    text = write_page(tmp_path / "docs").read_text()
+    assert "| updates | 4.5 ± 0.71 | 2 |" in text.partition("Trained, and not timed on any network:")[2]
 
 
 def test_the_page_says_how_many_seeds_are_still_to_come(tmp_path: Path) -> None:

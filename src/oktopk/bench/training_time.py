@@ -63,7 +63,8 @@ def recommend_training(scenario: Scenario, machine: Machine, length: Length, opt
     rest = " and ".join(f"{say(one.seconds, 'seconds')} with {one.name}" for one in found if one is not best)
     every = advise_updates(scenario, machine, optimizer).every
     call = f", oktopk.local_steps(model, optimizer, every={every})" if best.name == UPDATES else ""
-    return f"{length.steps:,} steps: use {best.name}{call}: {say(best.seconds, 'seconds')}, against {rest}."
+    what = f"{length.steps:,} steps under {optimizer}"
+    return f"{what}: use {best.name}{call}: {say(best.seconds, 'seconds')}, against {rest}."
 
 
 def _of_gradients(prediction: Prediction, dense: Prediction, length: Length) -> TrainingTime:

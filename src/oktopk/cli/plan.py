@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from oktopk.cli.console import bytes_text, console, duration_text, table
 from oktopk.config import Optimizer
@@ -37,6 +37,7 @@ class Plan:
     compute: str = "200ms"  # a step without synchronisation
     backward: str = ""  # the part of it that synchronisation can hide behind; default: half of compute
     ranks_per_core: float = 1.0  # above 1, ranks share cores and their work takes longer
+    optimizer: Optimizer | None = None  # what steps the weights, for a whole training; None: an answer for each kind
     steps: int = 0  # of the whole training: also say what that takes; 0: only a step
     warmup_steps: int = 0  # dense steps before sparse ones, in a whole training
     scale: bool = False  # also predict worlds of up to 10,000 ranks, and links as slow as the internet
@@ -52,7 +53,7 @@ class Plan:
         machine = measure_machine(self.density)
         _print_plan(scenario, machine)
         if length:
-            _print_training(scenario, machine, length)
+            _print_training(scenario, machine, length, self.optimizer)
         if self.scale:
             _print_scales(scenario, machine)
         if self.plot:
@@ -118,7 +119,7 @@ class Advise:
         scenario = Scenario(*sizes, network, compute, backward)
         _print_advice(scenario, machine, self.optimizer)
         if length:
-            _print_training(scenario, machine, length, self.optimizer or "sgd")
+            _print_training(scenario, machine, length, self.optimizer)
         return 0
 
 
@@ -142,7 +143,12 @@ def _length(steps: int, warmup_steps: int) -> Length | None:
     return Length(steps, warmup_steps) if steps else None
 
 
-def _print_training(scenario: Scenario, machine: Machine, length: Length, optimizer: Optimizer = "sgd") -> None:
+def _print_training(scenario: Scenario, machine: Machine, length: Length, optimizer: Optimizer | None) -> None:
+    for kind in get_args(Optimizer) if optimizer is None else [optimizer]:
+        _print_training_under(kind, scenario, machine, length)
+
+
+def _print_training_under(optimizer: Optimizer, scenario: Scenario, machine: Machine, length: Length) -> None:
     from oktopk.bench.training_time import DENSE, predict_trainings, recommend_training
 
     found = predict_trainings(scenario, machine, length, optimizer)
@@ -158,7 +164,7 @@ def _print_training(scenario: Scenario, machine: Machine, length: Length, optimi
         }
         for one in found
     ]
-    console().print(table(f"{length.steps:,} steps", rows))
+    console().print(table(f"{length.steps:,} steps under {optimizer}", rows))
     console().print(recommend_training(scenario, machine, length, optimizer), markup=False, soft_wrap=True)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import mean
+from statistics import mean, stdev
 from typing import Any
 
 from oktopk.bench.markdown import markdown_table
@@ -27,10 +27,12 @@ networks of several rates, each contender as a user would run it. This page is g
 `--docs docs`; the command above a table makes it again, and goes on where it was interrupted.
 
 - **Quality** comes from one whole training per contender and seed, with real ranks on loopback: it does not depend on
-  the network. It is that of the weights with which a training would end there.
+  the network. It is that of the weights with which a training would end there, looked at where an exchange leaves all
+  ranks alike if there is such a step near.
 - **Time** is that training replayed: so many dense steps, local steps, steps with an exchange, and the mean that ends
   it, each with what it takes on emulated hosts whose links have the rate. All contenders are timed in the same
-  processes, in turns, four times, so that a slow minute of the machine is everybody's. Real batches, real optimizers;
+  processes, in turns, four times (the mean that ends a training once), so that a slow minute of the machine is
+  everybody's. Real batches, real optimizers;
   looking at quality, starting up and reading data for the first time are not counted. Ranks share the cores of one
   machine: computation is slower than on machines of their own.
 - **The target** is what DDP dense reaches at the end of its recipe with the same seed, within 1%, unless a section says
@@ -43,7 +45,8 @@ networks of several rates, each contender as a user would run it. This page is g
   under SGD.
 """
 NOTE = (
-    "Rivals with local steps synchronise as often as the lower end of what their papers try: trainings here are short. "
+    "Trainings here are short, so rivals with local steps also run more often, or with more, than they were published: "
+    "SparseLoCo every 15 to 30 steps, DiLoCo every 20 to 500, SPARTA with 0.05 to 0.5% of the weights. "
     "DDP refuses torch's bfloat16 hook by its name without NCCL; here it runs under another one, on Gloo. "
     "SparseLoCo's blocks are smaller than 64 x 64 where 64 does not divide a side of a matrix, and 64 of each go."
 )
@@ -156,12 +159,28 @@ def _hosts(docs: Path, results: Results, hosts: int) -> list[str]:
         figure = _figure(docs, f"{name}-{network}", title, quality_over_time(results, hosts, network))
         lines += [f"#### {hosts} hosts at {network}", "", f"`{results.command}`", "", figure, ""]
         lines += [*markdown_table(_rows(results.standings(hosts, network), results.metric)), ""]
+    lines += _only_trained(results, hosts)
     if known:
         title = f"Quality over bytes, {where}"
         figure = _figure(docs, f"{name}-bytes", title, quality_over_bytes(results, hosts, known[0]))
         lines += [f"#### {hosts} hosts: quality and bytes of the whole training", "", f"`{results.command}`", ""]
         lines += [figure, "", "Every dot is a seed; the line is along contenders that nobody beats in both.", ""]
     return lines
+
+
+def _only_trained(results: Results, hosts: int) -> list[str]:
+    """Quality of those whose steps nobody has timed, which does not depend on a network."""
+    timed = {one.contender for one in results.costs if one.hosts == hosts}
+    finals: dict[str, list[float]] = {}
+    for one in results.trained:
+        if one.hosts == hosts and one.contender not in timed and not one.diverged:
+            finals.setdefault(one.contender, []).append(one.final)
+    rows = [
+        {"contender": name, f"{results.metric} at the end": spread_text(found), "seeds": len(found)}
+        for name, found in finals.items()
+    ]
+    text = "Trained, and not timed on any network:"
+    return [text, "", f"`{results.command}`", "", *markdown_table(rows), ""] if rows else []
 
 
 def _rows(standings: Sequence[Standing], metric: str) -> list[dict[str, Any]]:
@@ -201,8 +220,12 @@ def reached_text(one: Standing) -> str:
 
 def quality_text(one: Standing) -> str:
     """With its spread, if there is one."""
-    deviation = one.deviation
-    return f"{one.quality:.4g}" if deviation is None else f"{one.quality:.4g} ± {deviation:.2g}"
+    return spread_text([moment.quality for moment in one.ends])
+
+
+def spread_text(found: Sequence[float]) -> str:
+    """One seed has no spread, which is not a spread of zero."""
+    return f"{mean(found):.4g}" + (f" ± {stdev(found):.2g}" if len(found) > 1 else "")
 
 
 def _checks(results: Results) -> list[str]:

@@ -66,10 +66,12 @@ class Sweep:
             )
         for name in ("hosts", "networks", "contenders"):
             _require_once(name, getattr(self, name))
-        for name, least in (("epochs", 1), ("lr", 0), ("lr_warmup_epochs", 0)):
+        for name, least in (("epochs", 1), ("lr_warmup_epochs", 0)):
             value = getattr(self, name)
             if value is not None and not least <= value < inf:
                 raise ConfigError(f"{name} must be {least} or more, got {value}.")
+        if self.lr is not None and not 0 < self.lr < inf:
+            raise ConfigError(f"lr must be above 0, got {self.lr}.")
         if not self.networks or any(network.bits_per_second is None for network in self.networks):
             raise ConfigError("give networks by their rates, e.g. --network 100mbit 1gbit.")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import mean, stdev
+from statistics import mean
 
 from oktopk.bench.target.schedule import FINAL, Schedule
 from oktopk.errors import ConfigError
@@ -139,11 +139,6 @@ class Standing:
     @property
     def quality(self) -> float:
         return mean(moment.quality for moment in self.ends)
-
-    @property
-    def deviation(self) -> float | None:
-        """One seed has none, which is not a deviation of zero."""
-        return stdev([moment.quality for moment in self.ends]) if self.seeds > 1 else None
 
 
 def standing(contender: str, runs: Sequence[Sequence[Moment]], goals: Sequence[Goal], diverged: int = 0) -> Standing:
