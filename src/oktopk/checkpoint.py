@@ -104,7 +104,8 @@ def load(
 
     At another world size, or with other `hosts`, "redistribute" adds the residuals of the old ranks up on the new ones,
     times new / old world size: a mean over P ranks divides what they owe by P, and what reaches the weights must stay
-    the same (means over senders divide by other numbers: there nothing is multiplied). "reset" drops them. Thresholds and regions are found anew.
+    the same (means over senders divide by other numbers: there nothing is multiplied). "reset" drops them. Thresholds
+    and regions are found anew.
     """
     if on_world_change not in ("redistribute", "reset"):
         raise ConfigError(f"on_world_change must be 'redistribute' or 'reset', got {on_world_change!r}.")

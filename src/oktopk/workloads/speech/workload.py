@@ -55,7 +55,7 @@ PRESETS: dict[str, Preset] = {
             density=0.02,
             warmup_steps=60,
             reduce="updates",
-            keep_owed=1.0,  # every 4 steps, 4 workers, training speakers: a WER of 0.260; 0.280 if workers keep a quarter
+            keep_owed=1.0,  # every 4 steps, 4 workers, training speakers: a WER of 0.260; with a quarter kept 0.280
         ),
     ),
     "lstman4": Preset(
