@@ -1,8 +1,8 @@
 """Settings of local steps on the workloads that are not the small decoder: how often, how many, how finely, which.
 
-Trains whatever is not in docs/bench/updates-elsewhere.jsonl yet, and prints three tables of docs/results.md: settings
+Trains whatever is not in docs/bench/updates-elsewhere.jsonl yet, and prints two tables of docs/results.md: settings
 (one seed, two workers), whose dense and default rows are those of docs/bench/target-*.json, with the same recipes; and,
-three seeds each, who sends as few bytes as SparseLoCo every 4 steps, and what means over those who sent an entry do.
+three seeds each, updates that send as few bytes as SparseLoCo every 4 steps.
 
 python docs/figures/updates_elsewhere.py [AN4_FOLDER]    # without a folder nothing is trained
 """
@@ -10,7 +10,6 @@ python docs/figures/updates_elsewhere.py [AN4_FOLDER]    # without a folder noth
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,14 +36,14 @@ WORKLOADS = {"speech": ("--epochs", "12"), "bert": (), "ptb": (), "vision": ()}
 KNOWN = {"dense": "ddp dense", "default: in turn, 0.3, codebook2, every step": "updates"}
 SETTINGS = {
     "every 2": "--every 2",
-    "every 8": "--every 8 --keep-owed 1",
-    "every 16": "--every 16 --keep-owed 1",
+    "every 8": "--every 8 --keep-owed 1 --mean-over all",
+    "every 16": "--every 16 --keep-owed 1 --mean-over all",
     "density 0.1": "--density 0.1",
     "int8": "--wire int8",
     "the largest 0.05, int8": "--algorithm topka",
     "the largest 0.05 with a global cut, int8": "--algorithm oktopk",
-    "every 4, in turn": "--every 4 --keep-owed 1",
-    "every 4, a quarter kept, the largest 0.06": "--every 4 --keep-owed 0.25",
+    "every 4, in turn": "--every 4 --keep-owed 1 --mean-over all",
+    "every 4, a quarter kept, the largest 0.06": "--every 4 --keep-owed 0.25 --mean-over all",
 }
 
 
@@ -55,32 +54,30 @@ class Recipe:
     workload: str
     workers: int
     sweep: str  # in docs/bench/, with the same recipe
+    frugal: str  # what sends as few bytes as SparseLoCo every 4 steps; "": that is the default
     rate: float | None = None  # of dense; None: the preset's
-    frugal: str = "--every 4 --density 0.028"  # what sends as few bytes as SparseLoCo every 4 steps
 
     @property
     def name(self) -> str:
         return f"{self.workload}, {self.workers} workers" + (f", rate {self.rate:g}" if self.rate else "")
 
-    def command(self, flags: str, seed: int) -> list[str]:
+    def command(self, seed: int) -> list[str]:
         common = ["--preset", "small", "--workers", str(self.workers), "--reduce", "updates", "--seed", str(seed)]
         rate = ["--lr", str(self.rate)] if self.rate else []
-        return ["oktopk", "train", self.workload, *common, *WORKLOADS[self.workload], *rate, *flags.split()]
+        return ["oktopk", "train", self.workload, *common, *WORKLOADS[self.workload], *rate, *self.frugal.split()]
 
 
-UNDER_SGD = (
-    Recipe("ptb", 2, "target-ptb-small", 20.0), Recipe("ptb", 4, "target-ptb-small-lr-40", 40.0),
-    Recipe("vision", 2, "target-vision-small-lr-0.24", 0.24), Recipe("vision", 4, "target-vision-small-lr-0.48", 0.48),
-)  # fmt: skip
-COMPARED = (
-    Recipe("speech", 2, SWEEPS["speech"], frugal="--every 4 --density 0.09"),
-    Recipe("speech", 4, SWEEPS["speech"], frugal="--every 4 --density 0.18"),
-    Recipe("bert", 2, SWEEPS["bert"], frugal="--every 4 --density 0.14"),
-    Recipe("bert", 4, SWEEPS["bert"], frugal="--every 4 --density 0.22"),
-    *UNDER_SGD,
-)  # fmt: skip
-RIVAL = {"dense": "ddp dense", "SparseLoCo every 4": "sparseloco 4", "every 4 (default)": "updates 4"}
-OVER_ALL = "--every 4 --algorithm topka --keep-owed 0.25 --mean-over all"
+RECIPES = (
+    Recipe("speech", 2, SWEEPS["speech"], "--every 4 --keep-owed 0.25 --density 0.033"),
+    Recipe("speech", 4, SWEEPS["speech"], "--every 4 --keep-owed 0.25 --density 0.02"),
+    Recipe("bert", 2, SWEEPS["bert"], "--every 4 --density 0.15"),
+    Recipe("bert", 4, SWEEPS["bert"], "--every 4 --density 0.24"),
+    Recipe("ptb", 2, SWEEPS["ptb"], "--every 4 --density 0.03"),
+    Recipe("ptb", 4, "target-ptb-small-lr-40", "--every 4 --density 0.03", 40.0),
+    Recipe("vision", 2, "target-vision-small-lr-0.24", "", 0.24),
+    Recipe("vision", 4, "target-vision-small-lr-0.48", "", 0.48),
+)
+KNOWN_IN_SWEEPS = {"dense": "ddp dense", "SparseLoCo every 4": "sparseloco 4", "updates every 4": "updates 4"}
 
 
 def main(an4: Path | None) -> None:
@@ -90,15 +87,13 @@ def main(an4: Path | None) -> None:
     rows = [{"setting": name, **{w: known_cell(w, contender) for w in WORKLOADS}} for name, contender in KNOWN.items()]
     rows += [{"setting": name, **{w: cell(w, flags, kept) for w in WORKLOADS}} for name, flags in SETTINGS.items()]
     print("\n".join(markdown_table([row for row in rows if any(row[workload] for workload in WORKLOADS)])))
-    print("\n".join(markdown_table([row_of(one, {"with as few bytes": one.frugal}, kept) for one in COMPARED])))
-    print("\n".join(markdown_table([row_of(one, {"every 4, over all": OVER_ALL}, kept) for one in UNDER_SGD])))
+    print("\n".join(markdown_table([row_of(one, kept) for one in RECIPES])))
 
 
 def make_all(an4: Path) -> None:
     with TemporaryDirectory() as scratch, ThreadPoolExecutor(AT_ONCE) as pool:
         known = [row["command"] for row in read_rows(KEPT)]
-        wanted = [one.command(one.frugal, seed) for seed in SEEDS for one in COMPARED]
-        wanted += [one.command(OVER_ALL, seed) for seed in SEEDS for one in UNDER_SGD]
+        wanted = [one.command(seed) for seed in SEEDS for one in RECIPES if one.frugal]
         wanted += [command(workload, flags) for flags in SETTINGS.values() for workload in WORKLOADS]
         missing = [one for one in wanted if one not in known]
         for row in pool.map(lambda one: make(one, an4, Path(scratch)), missing):
@@ -136,35 +131,38 @@ def cell(workload: str, flags: str, kept: list[dict[str, Any]]) -> str:
     return f"{found[0]['quality']:.4g} ({found[0]['dense'] / found[0]['sent']:.3g}x)" if found else ""
 
 
-def row_of(recipe: Recipe, trained: Mapping[str, str], kept: list[dict[str, Any]]) -> dict[str, Any]:
-    """Those of the sweep, and others by name and flags."""
+def row_of(recipe: Recipe, kept: list[dict[str, Any]]) -> dict[str, Any]:
+    """Those of the sweep, and those that send less."""
     path = DOCS / "bench" / f"{recipe.sweep}.json"
     sweep = read_target(path) if path.is_file() else None
     return {
         "training": recipe.name,
-        **{name: known_cell_of(who, recipe.workers, sweep) for name, who in RIVAL.items()},
-        **{name: trained_cell(recipe, flags, kept) for name, flags in trained.items()},
+        **{name: known_cell_of(who, recipe.workers, sweep) for name, who in KNOWN_IN_SWEEPS.items()},
+        "with as few bytes": trained_cell(recipe, kept),
+        "by": f"`{recipe.frugal}`" if recipe.frugal else "",
     }
 
 
 def known_cell_of(contender: str, workers: int, sweep: Results | None) -> str:
-    """Of a sweep; bytes are those of an interface, headers included."""
-    runs, dense = (sweep.runs(who, workers, NETWORK) if sweep else {} for who in (contender, "ddp dense"))
-    if len(runs) < len(SEEDS):
+    """Of a sweep; bytes, known where steps were timed, are those of an interface, headers included."""
+    trained = sweep.trained if sweep else ()
+    finals = [one.final for one in trained if (one.contender, one.hosts) == (contender, workers)]
+    if sweep is None or len(finals) < len(SEEDS):
         return ""
-    return quality_text([run[-1].quality for run in runs.values()], dense[SEED][-1].bytes / runs[SEED][-1].bytes)
+    runs, dense = (sweep.runs(who, workers, NETWORK) for who in (contender, "ddp dense"))
+    return quality_text(finals, dense[SEED][-1].bytes / runs[SEED][-1].bytes if runs and dense else None)
 
 
-def trained_cell(recipe: Recipe, flags: str, kept: list[dict[str, Any]]) -> str:
-    commands = [recipe.command(flags, seed) for seed in SEEDS]
+def trained_cell(recipe: Recipe, kept: list[dict[str, Any]]) -> str:
+    commands = [recipe.command(seed) for seed in SEEDS]
     found = [row for row in kept if row["command"] in commands]
     if len(found) < len(SEEDS):
         return ""
     return quality_text([row["quality"] for row in found], found[0]["dense"] / found[0]["sent"])
 
 
-def quality_text(quality: list[float], fewer: float) -> str:
-    return f"{fmean(quality):.4g} ± {stdev(quality):.2g} ({fewer:.3g}x)"
+def quality_text(quality: list[float], fewer: float | None) -> str:
+    return f"{fmean(quality):.4g} ± {stdev(quality):.2g}" + (f" ({fewer:.3g}x)" if fewer else "")
 
 
 if __name__ == "__main__":
