@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -200,11 +200,8 @@ CONTENDERS: dict[str, Contender] = {
     "ddp bf16": _gradients("DDP, torch's bfloat16 hook", _always, partial(_ddp, hook=bf16_hook)),
     "powersgd 1": _gradients("torch's hook, rank 1, a tenth dense", _after_a_tenth, partial(_powersgd, rank=1)),
     "powersgd 4": _gradients("torch's hook, rank 4, a tenth dense", _after_a_tenth, partial(_powersgd, rank=4)),
-    "register": Contender(
-        "`oktopk.register(ddp)`, density and dense start of the recipe",
-        "gradients",
-        _after_warmup,
-        _register,
+    "register": replace(
+        _gradients("`oktopk.register(ddp)`, density and dense start of the recipe", _after_warmup, _register),
         is_ours=True,
     ),
     "diloco": _local("dense mean every 20 steps, outer Nesterov 0.7 / 0.9", 20, "diloco"),

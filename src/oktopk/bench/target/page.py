@@ -28,7 +28,7 @@ networks of several rates, each contender as a user would run it. This page is g
 
 - **Quality** comes from one whole training per contender and seed, with real ranks on loopback: it does not depend on
   the network. It is that of the weights with which a training would end there, looked at where an exchange leaves all
-  ranks alike if there is such a step near.
+  ranks alike if there is such a step near (trainings of before 19 November 2026: wherever it was time).
 - **Time** is that training replayed: so many dense steps, local steps, steps with an exchange, and the mean that ends
   it, each with what it takes on emulated hosts whose links have the rate. All contenders are timed in the same
   processes, in turns, four times (the mean that ends a training once), so that a slow minute of the machine is
