@@ -32,13 +32,14 @@ UPDATES_ALGORITHM = "randomk"  # of updates: at equal bytes, each entry in its t
 RARE_ALGORITHM = "topka"  # of updates that travel rarely: what each rank changed most, without a cut of the sums
 RARELY = 4  # steps between synchronisations, or more
 KEPT_RARELY = 0.25  # share of what is owed that own weights contain then
+FORGETFUL = ("adamw", "sgd")  # optimizers under which that was found to be better than to keep all
 
 
 def update_defaults(algorithm: str | None = None, rarely: bool = False) -> UpdateDefaults:
     """How updates are reduced by an algorithm, or by the usual one, unless the user says otherwise.
 
-    `rarely`: whether ranks step RARELY times or more on their own, under Adam or AdamW. It is better then if they go on
-    from nearly the same weights, and send what they changed most.
+    `rarely`: whether ranks step RARELY times or more on their own, under Adam, AdamW or SGD. It is better then if they
+    go on from nearly the same weights, and send what they changed most.
     """
     name = algorithm or (RARE_ALGORITHM if rarely else UPDATES_ALGORITHM)
     if name == "dense":
@@ -58,7 +59,7 @@ def usual_updates(
 ) -> UpdateDefaults:
     """How updates of an optimizer are reduced where not all was said; `optimizer` None: any other."""
     is_over_senders = mean_over == "senders"
-    is_seldom = is_rare(every, overlap) and (optimizer == "adamw" or is_over_senders)
+    is_seldom = is_rare(every, overlap) and (optimizer in FORGETFUL or is_over_senders)
     rarely = is_seldom if keep_owed is None else keep_owed < 1
     if is_over_senders and algorithm is None:  # tried with few bits and nothing else
         usual = UpdateDefaults(RARE_ALGORITHM, 0.06, "codebook2", KEPT_RARELY if rarely else 1.0)

@@ -7,7 +7,7 @@ from math import ceil
 
 from oktopk.bench.machine import Machine
 from oktopk.bench.planner import Prediction, Scenario, predict_step
-from oktopk.config import RARELY, Optimizer, UpdateDefaults, rate_factor, update_defaults
+from oktopk.config import FORGETFUL, RARELY, Optimizer, UpdateDefaults, rate_factor, update_defaults
 from oktopk.front_ends.every import MOST, SHARE
 
 
@@ -33,7 +33,7 @@ def advise_updates(scenario: Scenario, machine: Machine, optimizer: Optimizer) -
     usual = update_defaults()
     synchronising = _synchronising_seconds(scenario, machine, usual)
     every = every_of(synchronising)
-    if every >= RARELY and optimizer == "adamw":
+    if every >= RARELY and optimizer in FORGETFUL:
         usual = update_defaults(rarely=True)
         synchronising = _synchronising_seconds(scenario, machine, usual)
         every = max(RARELY, every_of(synchronising))

@@ -55,8 +55,8 @@ def local_steps(
 
     By default 0.3 of the entries are sent, each in its turn, in two bits (`algorithm="randomk"`): a 45th of the bytes
     of dense, no choice and no indices. `algorithm="oktopk"` sends the largest 0.05 in int8 instead. With `every=4` or
-    more under Adam or AdamW, every rank sends the largest 0.06 in two bits (`algorithm="topka"`) and goes on
-    from the shared weights: a 250th of the bytes between two ranks. Under SGD `mean_over="senders"` does the same.
+    more under Adam, AdamW or SGD, every rank sends the largest 0.06 in two bits (`algorithm="topka"`) and goes on
+    from nearly the same weights: a 250th of the bytes between two ranks.
 
     `optimizer`: all that train the model; with several in a list, a step is one of the last.
 
@@ -64,8 +64,8 @@ def local_steps(
         a tenth of the time, at most 64).
     `keep_owed`: which share of what this rank has changed and not sent its own weights contain. 1 (True): all. 0
         (False): they forget it until it is sent, and ranks start every interval from the same weights. None: a quarter
-        where `every` is 4 or more, the optimizer is Adam or AdamW, or `mean_over` "senders", and there is no overlap,
-        else all.
+        where `every` is 4 or more, the optimizer is Adam, AdamW or SGD, or `mean_over` "senders", and there is no
+        overlap, else all.
     `mean_over`: "all" divides the sum of an entry by the number of all workers; "senders" by that of those who sent it
         (`topka`), so that what one alone has learned, of a rare word say, counts whole, and what all agree on up to
         that many times. For SGD with few workers; not for Adam.

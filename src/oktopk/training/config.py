@@ -46,7 +46,7 @@ class TrainConfig:
     reduce: Literal["gradients", "updates"] | None = None  # updates: workers (or hosts) step, changes are summed;
     # None: the preset's, or gradients if an algorithm, a density or a warm-up is named
     every: int | Literal["auto"] = 1  # steps between synchronisations of updates; auto: a tenth of the time
-    keep_owed: float | bool | None = None  # share of what is owed that weights hold; None: 1, adamw every 4: 0.25
+    keep_owed: float | bool | None = None  # share of what is owed that weights hold; None: 1; adamw, sgd every 4: 0.25
     mean_over: MeanOver | None = None  # whose number divides sums: all, or senders (topka); None: the preset's
     overlap: bool = False  # let updates travel while the next steps are computed; they arrive one synchronisation later
     wire: str | None = None  # float32, float16, bfloat16, int8, int4, codebook2; None: float32, for updates narrower
