@@ -267,7 +267,7 @@ def test_local_steps_end_with_one_dense_mean() -> None:
     assert updates.dense_steps == 0
     assert updates.seconds == pytest.approx(1000 * advice.step_seconds + dense.link_seconds, rel=0.01)
     whole = replace(SLOW, density=advice.sent.density, bucket_bytes=4 * SLOW.numel)
-    each = expected_bytes(whole, MACHINE, "randomk", advice.sent.wire)
+    each = expected_bytes(whole, MACHINE, advice.sent.algorithm, advice.sent.wire)
     assert updates.bytes_per_rank == pytest.approx(1000 // advice.every * each + dense.bytes_per_rank, rel=0.01)
 
 
