@@ -13,6 +13,8 @@ PARALLEL = $(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder
 # Compiling all that is installed to bytecode takes longer than installing it; most of it is never imported.
 INSTALL := $(BIN)/pip install --quiet --no-compile --constraint constraints.txt
 EXTRAS := trainer,speech,bert,integrations,gpu,docs,dev
+# Where a machine forbids it, each of the processes that tests start would compile all of torch that it imports.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: setup demo test test-fast test-slow mutants coverage check bench docs results gpu-check clean
 
