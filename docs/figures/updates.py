@@ -109,6 +109,10 @@ TUNED: Mapping[str, tuple[Setting, ...]] = {
     "updates every 4, 4 workers": tuple(
         updates("updates every 4, 4 workers", "--every 4", lr=lr, workers=4, warmup=3) for lr in (0.02, 0.028, 0.04)
     ),
+    "the same, largest 0.12, 4 workers": tuple(
+        updates("the same, largest 0.12, 4 workers", "--every 4 --density 0.12", lr=lr, workers=4, warmup=3)
+        for lr in (0.02, 0.028, 0.04)
+    ),
     "the same, largest 0.026, 4 workers": tuple(
         updates("the same, largest 0.026, 4 workers", "--every 4 --density 0.026", lr=lr, workers=4, warmup=3)
         for lr in (0.02, 0.028, 0.04)
