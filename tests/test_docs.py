@@ -15,8 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 from oktopk.cli import main
+from oktopk.reducer import Reducer
+from oktopk.transport import run_world
+from oktopk.transport.base import Transport
 from worlds import run_program
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -135,6 +139,23 @@ def test_python_blocks_compile_and_links_lead_somewhere(page: Path) -> None:
             compile(block.text, block.place, "exec")
     for target in _relative_links(page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), f"{page.name} links to {target}, which is not there"
+
+
+def test_the_first_paste_of_the_readme_prints_what_stands_below_it() -> None:
+    def work(transport: Transport) -> tuple[int, int, int]:
+        gradient = torch.randn(1_000_000, generator=torch.Generator().manual_seed(transport.rank))
+        with Reducer(algorithm="oktopk", density=0.01, group=transport) as reducer:
+            reducer.reduce("weight", gradient)
+            step = reducer.last_step
+        assert step is not None
+        return step.selected_global, step.bytes_sent, step.dense_bytes
+
+    told = re.search(
+        r"^([\d,]+) of 1,000,000 entries; sent ([\d,]+) bytes, dense ([\d,]+)$", (ROOT / "README.md").read_text(), re.M
+    )
+    assert told is not None
+    said = [int(number.replace(",", "")) for number in told.groups()]
+    assert said == pytest.approx(run_world(4, work)[0], rel=0.02), "another torch may draw other numbers"
 
 
 def _relative_links(text: str) -> list[str]:
