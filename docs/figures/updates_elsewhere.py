@@ -1,8 +1,8 @@
 """Settings of local steps on the workloads that are not the small decoder: how often, how many, how finely, which.
 
-Trains whatever is not in docs/bench/updates-elsewhere.jsonl yet, and prints two tables of docs/results.md: settings
-(one seed, two workers), whose dense and default rows are those of docs/bench/target-*.json, with the same recipes; and,
-three seeds each, updates that send as few bytes as SparseLoCo every 4 steps.
+Trains whatever is not in docs/bench/updates-elsewhere.jsonl yet, and prints two tables of docs/results.md, three seeds
+each: settings with two workers, whose dense and default rows are those of docs/bench/target-*.json, with the same
+recipes; and updates that send as few bytes as SparseLoCo every 4 steps.
 
 python docs/figures/updates_elsewhere.py [AN4_FOLDER]    # without a folder nothing is trained
 """
@@ -25,15 +25,15 @@ from oktopk.bench.target.results import Results, read_target
 
 DOCS = Path(__file__).parent.parent
 KEPT = DOCS / "bench" / "updates-elsewhere.jsonl"
-SEED, SEEDS = 0, (0, 1, 2)
+SEEDS = (0, 1, 2)
 NETWORK = "100mbit"  # whose timings say what an interface sends
 AT_ONCE = 2  # trainings of two ranks wait for each other often enough
 METRICS = {"speech": "WER", "bert": "perplexity", "ptb": "perplexity", "vision": "accuracy"}
 SWEEPS = {
-    "speech": "target-speech-small-an4-epochs-12", "bert": "target-bert-small", "ptb": "target-ptb-small",
+    "speech": "target-speech-small-an4-epochs-12", "bert": "target-bert-small", "ptb": "target-ptb-small-lr-40",
     "vision": "target-vision-small-lr-0.24",
 }  # fmt: skip
-WORKLOADS = {"speech": ("--epochs", "12"), "bert": (), "ptb": (), "vision": ("--lr", "0.24")}
+WORKLOADS = {"speech": ("--epochs", "12"), "bert": (), "ptb": ("--lr", "40.0"), "vision": ("--lr", "0.24")}
 KNOWN = {"dense": "ddp dense", "default: in turn, 0.3, codebook2, every step": "updates"}
 SETTINGS = {
     "every 2": "--every 2",
@@ -75,8 +75,8 @@ RECIPES = (  # keeping a quarter (speech) and means over senders (bert, 2 worker
         "--every 4 --mean-over senders --keep-owed 0 --density 0.03 --lr 0.006 --lr-warmup-epochs 1",
     ),
     Recipe("bert", 4, SWEEPS["bert"], "--every 4 --density 0.24"),
-    Recipe("ptb", 2, SWEEPS["ptb"], "--every 4 --density 0.03"),
-    Recipe("ptb", 4, "target-ptb-small-lr-40", "--every 4 --density 0.03", 40.0),
+    Recipe("ptb", 2, SWEEPS["ptb"], "--every 4 --density 0.03", 40.0),
+    Recipe("ptb", 4, SWEEPS["ptb"], "--every 4 --density 0.03", 40.0),
     Recipe("vision", 2, SWEEPS["vision"], "--every 4 --density 0.03", 0.24),
     Recipe("vision", 4, "target-vision-small-lr-0.48", "--every 4 --density 0.03", 0.48),
 )  # fmt: skip
@@ -88,7 +88,9 @@ def main(an4: Path | None) -> None:
         make_all(an4)
     kept = read_rows(KEPT)
     rows = [{"setting": name, **{w: known_cell(w, contender) for w in WORKLOADS}} for name, contender in KNOWN.items()]
-    rows += [{"setting": name, **{w: cell(w, flags, kept) for w in WORKLOADS}} for name, flags in SETTINGS.items()]
+    for name, flags in SETTINGS.items():
+        commands = {w: [setting_command(w, flags, seed) for seed in SEEDS] for w in WORKLOADS}
+        rows.append({"setting": name, **{w: cell(found, kept) for w, found in commands.items()}})
     print("\n".join(markdown_table([row for row in rows if any(row[workload] for workload in WORKLOADS)])))
     print("\n".join(markdown_table([row_of(one, kept) for one in RECIPES])))
 
@@ -97,14 +99,20 @@ def make_all(an4: Path) -> None:
     with TemporaryDirectory() as scratch, ThreadPoolExecutor(AT_ONCE) as pool:
         known = [row["command"] for row in read_rows(KEPT)]
         wanted = [one.command(seed) for seed in SEEDS for one in RECIPES]
-        wanted += [command(one, flags, how) for one, how in WORKLOADS.items() for flags in SETTINGS.values()]
+        wanted += [
+            setting_command(one, flags, seed) for seed in SEEDS for flags in SETTINGS.values() for one in WORKLOADS
+        ]
         missing = [one for one in wanted if one not in known]
         for row in pool.map(lambda one: make(one, an4, Path(scratch)), missing):
             add_row(KEPT, row)
             print(row["command"], f"{row['quality']:.4f}", file=sys.stderr)
 
 
-def command(workload: str, flags: str, how: Sequence[str], workers: int = 2, seed: int = SEED) -> list[str]:
+def setting_command(workload: str, flags: str, seed: int) -> list[str]:
+    return command(workload, flags, WORKLOADS[workload], 2, seed)
+
+
+def command(workload: str, flags: str, how: Sequence[str], workers: int, seed: int) -> list[str]:
     common = ["--preset", "small", "--workers", str(workers), "--reduce", "updates", "--seed", str(seed)]
     return ["oktopk", "train", workload, *common, *how, *flags.split()]
 
@@ -122,16 +130,16 @@ def make(command: list[str], an4: Path, scratch: Path) -> dict[str, Any]:
 
 def known_cell(workload: str, contender: str) -> str:
     path = DOCS / "bench" / f"{SWEEPS[workload]}.json"
-    if not path.is_file():
+    trained = read_target(path).trained if path.is_file() else ()
+    finals = [one.final for one in trained if (one.contender, one.hosts) == (contender, 2)]
+    return spread_text(finals) if len(finals) == len(SEEDS) else ""
+
+
+def cell(commands: list[list[str]], kept: list[dict[str, Any]]) -> str:
+    found = [row for row in kept if row["command"] in commands]
+    if len(found) < len(commands):
         return ""
-    trained = read_target(path).trained
-    found = [one.final for one in trained if (one.contender, one.hosts, one.seed) == (contender, 2, SEED)]
-    return f"{found[0]:.4g}" if found else ""
-
-
-def cell(workload: str, flags: str, kept: list[dict[str, Any]]) -> str:
-    found = [row for row in kept if row["command"] == command(workload, flags, WORKLOADS[workload])]
-    return f"{found[0]['quality']:.4g} ({found[0]['dense'] / found[0]['sent']:.3g}x)" if found else ""
+    return quality_text([row["quality"] for row in found], found[0]["dense"] / found[0]["sent"])
 
 
 def row_of(recipe: Recipe, kept: list[dict[str, Any]]) -> dict[str, Any]:
@@ -141,7 +149,7 @@ def row_of(recipe: Recipe, kept: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "training": recipe.name,
         **{name: known_cell_of(who, recipe.workers, sweep) for name, who in KNOWN_IN_SWEEPS.items()},
-        "with as few bytes": trained_cell(recipe, kept),
+        "with as few bytes": cell([recipe.command(seed) for seed in SEEDS], kept),
         "by": f"`{recipe.frugal}`",
     }
 
@@ -153,15 +161,7 @@ def known_cell_of(contender: str, workers: int, sweep: Results | None) -> str:
     if sweep is None or len(finals) < len(SEEDS):
         return ""
     runs, dense = (sweep.runs(who, workers, NETWORK) for who in (contender, "ddp dense"))
-    return quality_text(finals, dense[SEED][-1].bytes / runs[SEED][-1].bytes if runs and dense else None)
-
-
-def trained_cell(recipe: Recipe, kept: list[dict[str, Any]]) -> str:
-    commands = [recipe.command(seed) for seed in SEEDS]
-    found = [row for row in kept if row["command"] in commands]
-    if len(found) < len(SEEDS):
-        return ""
-    return quality_text([row["quality"] for row in found], found[0]["dense"] / found[0]["sent"])
+    return quality_text(finals, dense[0][-1].bytes / runs[0][-1].bytes if runs and dense else None)
 
 
 def quality_text(quality: list[float], fewer: float | None) -> str:
