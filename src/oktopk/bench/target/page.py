@@ -200,7 +200,7 @@ def _row(one: Standing, dense: Standing | None, metric: str) -> dict[str, Any]:
         "contender": f"**{one.contender}**" if one.contender.startswith("updates") else one.contender,
         "target": reached_text(one),
         **{name: cell if one.has_reached else f"({cell})" for name, cell in cells.items()},
-        "dense / this": "" if faster is None else f"{faster:.2g}x",
+        "dense / this": "" if faster is None else f"{float(f'{faster:.2g}'):g}x",
         f"{metric} at the end": quality_text(one),
         "seeds": one.seeds,
         "whole training": say(_mean(one.ends, "seconds"), "seconds"),
