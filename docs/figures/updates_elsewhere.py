@@ -21,7 +21,7 @@ from kept import add_row, read_rows, train
 
 from oktopk.bench.markdown import markdown_table
 from oktopk.bench.target.page import spread_text
-from oktopk.bench.target.results import Results, read_target
+from oktopk.bench.target.results import read_target
 
 DOCS = Path(__file__).parent.parent
 KEPT = DOCS / "bench" / "updates-elsewhere.jsonl"
@@ -84,7 +84,7 @@ def main(an4: Path | None) -> None:
     if an4 is not None:
         make_all(an4)
     kept = read_rows(KEPT)
-    rows = [{"setting": name, **{w: known_cell(w, contender) for w in WORKLOADS}} for name, contender in KNOWN.items()]
+    rows = [{"setting": name, **{w: known_cell(SWEEPS[w], who, 2) for w in WORKLOADS}} for name, who in KNOWN.items()]
     for name, flags in SETTINGS.items():
         commands = {w: [setting_command(w, flags, seed) for seed in SEEDS] for w in WORKLOADS}
         rows.append({"setting": name, **{w: cell(found, kept) for w, found in commands.items()}})
@@ -125,13 +125,6 @@ def make(command: list[str], an4: Path, scratch: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def known_cell(workload: str, contender: str) -> str:
-    path = DOCS / "bench" / f"{SWEEPS[workload]}.json"
-    trained = read_target(path).trained if path.is_file() else ()
-    finals = [one.final for one in trained if (one.contender, one.hosts) == (contender, 2)]
-    return spread_text(finals) if len(finals) == len(SEEDS) else ""
-
-
 def cell(commands: list[list[str]], kept: list[dict[str, Any]]) -> str:
     found = [row for row in kept if row["command"] in commands]
     if len(found) < len(commands):
@@ -141,23 +134,24 @@ def cell(commands: list[list[str]], kept: list[dict[str, Any]]) -> str:
 
 def row_of(recipe: Recipe, kept: list[dict[str, Any]]) -> dict[str, Any]:
     """Those of the sweep, and those that send less."""
-    path = DOCS / "bench" / f"{recipe.sweep}.json"
-    sweep = read_target(path) if path.is_file() else None
     return {
         "training": recipe.name,
-        **{name: known_cell_of(who, recipe.workers, sweep) for name, who in KNOWN_IN_SWEEPS.items()},
+        **{name: known_cell(recipe.sweep, who, recipe.workers) for name, who in KNOWN_IN_SWEEPS.items()},
         "with as few bytes": cell([recipe.command(seed) for seed in SEEDS], kept),
         "by": f"`{recipe.frugal}`",
     }
 
 
-def known_cell_of(contender: str, workers: int, sweep: Results | None) -> str:
+def known_cell(sweep: str, contender: str, workers: int) -> str:
     """Of a sweep; bytes, known where steps were timed, are those of an interface, headers included."""
-    trained = sweep.trained if sweep else ()
-    finals = [one.final for one in trained if (one.contender, one.hosts) == (contender, workers)]
-    if sweep is None or len(finals) < len(SEEDS):
+    path = DOCS / "bench" / f"{sweep}.json"
+    if not path.is_file():
         return ""
-    runs, dense = (sweep.runs(who, workers, NETWORK) for who in (contender, "ddp dense"))
+    found = read_target(path)
+    finals = [one.final for one in found.trained if (one.contender, one.hosts) == (contender, workers)]
+    if len(finals) < len(SEEDS):
+        return ""
+    runs, dense = (found.runs(who, workers, NETWORK) for who in (contender, "ddp dense"))
     return quality_text(finals, dense[0][-1].bytes / runs[0][-1].bytes if runs and dense else None)
 
 

@@ -14,7 +14,7 @@ from oktopk.bench.target.plots import quality_over_bytes, quality_over_time
 from oktopk.bench.target.replay import Moment, Standing
 from oktopk.bench.target.results import Results, read_target
 from oktopk.plotting.drawing import Drawing, write_svg
-from oktopk.plotting.scales import say
+from oktopk.plotting.scales import plain, say
 
 PAGE = "time-to-target.md"
 REPLAY_WITHIN = 0.10  # of what was measured
@@ -200,7 +200,7 @@ def _row(one: Standing, dense: Standing | None, metric: str) -> dict[str, Any]:
         "contender": f"**{one.contender}**" if one.contender.startswith("updates") else one.contender,
         "target": reached_text(one),
         **{name: cell if one.has_reached else f"({cell})" for name, cell in cells.items()},
-        "dense / this": "" if faster is None else f"{float(f'{faster:.2g}'):g}x",
+        "dense / this": "" if faster is None else f"{plain(faster)}x",
         f"{metric} at the end": quality_text(one),
         "seeds": one.seeds,
         "whole training": say(_mean(one.ends, "seconds"), "seconds"),
